@@ -1,0 +1,217 @@
+"""NineToothed on a machine without a GPU.
+
+NineToothed asks Triton's driver for two properties of the device whenever it makes a kernel, and raises where
+there is no driver. `stand_in()` answers that question on such a machine, so that kernels can be made there: to run
+on CPU tensors under Triton's interpreter (`TRITON_INTERPRET=1`), or to be compiled by `compile_call()` for a named
+target and read. A real driver, or one that somebody else has set, is never replaced.
+"""
+
+import contextlib
+import os
+import threading
+import types
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+_SWITCH = threading.RLock()
+
+_TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+
+_INT64_MAX = 2**63 - 1
+
+# Triton tells the compiler whether an integer or an address is divisible by this, and nothing finer.
+_DIVISIBILITY = 16
+
+
+def interpreter_is_on():
+    """Whether Triton runs kernels in its interpreter, on CPU tensors, in this process."""
+
+    knobs = getattr(triton, "knobs", None)
+
+    if knobs is not None:
+        return bool(knobs.runtime.interpret)
+
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def driver_is_present():
+    """Whether Triton has a driver to ask: a GPU's, or one that was set by hand."""
+
+    config = triton.runtime.driver
+
+    # A driver set by hand: `_active` from Triton 3.5 on, before that an `active` that is not the default.
+    if getattr(config, "_active", None) is not None:
+        return True
+
+    if not hasattr(config, "_active") and config.active is not config.default:
+        return True
+
+    return any(
+        backend.driver.is_active() for backend in triton.backends.backends.values()
+    )
+
+
+class _StandInUtils:
+    @staticmethod
+    def get_device_properties(device):
+        # The limits of an NVIDIA H100 or H200. NineToothed derives its default `num_stages` and its largest
+        # auto-tuned tile from them; no kernel of this project leaves either to that default.
+        return {
+            "max_shared_mem": 232448,
+            "max_num_regs": 65536,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+        }
+
+
+class _StandInDriver:
+    """Answers what NineToothed asks while it makes a kernel. It can launch nothing."""
+
+    utils = _StandInUtils()
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_target(self):
+        return _TARGETS["sm_90"]
+
+
+@contextlib.contextmanager
+def stand_in():
+    """For the block's duration, let NineToothed make kernels on a machine where Triton has no driver.
+
+    Where there is a driver, nothing is changed.
+    """
+
+    with _SWITCH:
+        if driver_is_present():
+            yield
+
+            return
+
+        config = triton.runtime.driver
+        config.set_active(_StandInDriver())
+
+        try:
+            yield
+        finally:
+            # `reset_active()` would ask for the default driver, which does not exist here.
+            if hasattr(config, "_active"):
+                config._active = None
+            else:
+                config.active = config.default
+
+
+class _Capture:
+    """Stands where a generated launch function expects its kernel, and keeps what it is called with."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+
+        return self
+
+    def __call__(self, *args, **options):
+        self.args = args
+        self.options = options
+
+
+def compile_call(handle, *args, target, **kwargs):
+    """Compile, without a GPU and without launching, the binary that `handle(*args, **kwargs)` would launch.
+
+    :param handle: What `ninetoothed.make` returned, with a fixed configuration (not auto-tuned).
+    :param args: The arguments of the call. Tensors may lie anywhere, the CPU included: only their layout, dtype
+        and the alignment of their addresses count.
+    :param target: `"sm_80"`, `"sm_90"`, `"sm_100"`, `"gfx942"`, or a `GPUTarget`.
+    :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
+    :raises ValueError: If the target's name is not known.
+    :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on.
+    """
+
+    if isinstance(target, str):
+        if target not in _TARGETS:
+            raise ValueError(
+                f"`target` is {target!r}; known are {', '.join(map(repr, _TARGETS))}, or a `GPUTarget`."
+            )
+
+        target = _TARGETS[target]
+
+    if not isinstance(handle._kernel, triton.runtime.JITFunction):
+        raise TypeError(
+            "`handle` was made while Triton's interpreter was on: nothing can be compiled from it."
+        )
+
+    capture = _Capture()
+    launch = handle._launch
+    kernel_name = handle._kernel.__name__
+
+    if f"{kernel_name}_with_auto_tuning" in launch.__globals__:
+        raise TypeError(
+            f"`handle` ({kernel_name}) is auto-tuned: which binary a call launches is not known offline."
+        )
+
+    types.FunctionType(launch.__code__, {**launch.__globals__, kernel_name: capture})(
+        *args, **kwargs
+    )
+
+    return triton.compile(
+        _source(handle._kernel, capture.args),
+        target=target,
+        options=dict(capture.options),
+    )
+
+
+def _source(kernel, args):
+    """The kernel, specialised as Triton's JIT specialises it for these arguments."""
+
+    signature, constants, attributes = {}, {}, {}
+
+    for index, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1)
+        ):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+
+            continue
+
+        signature[parameter.name], is_divisible = _specialize(parameter.name, value)
+
+        if is_divisible:
+            attributes[(index,)] = [["tt.divisibility", _DIVISIBILITY]]
+
+    return triton.compiler.ASTSource(kernel, signature, constants, attributes)
+
+
+def _specialize(name, value):
+    if hasattr(value, "data_ptr"):
+        dtype = triton.runtime.jit.type_canonicalisation_dict[
+            str(value.dtype).split(".")[-1]
+        ]
+
+        return f"*{dtype}", value.data_ptr() % _DIVISIBILITY == 0
+
+    if isinstance(value, bool):
+        return "u1", False
+
+    if isinstance(value, int):
+        if _INT32_MIN <= value <= _INT32_MAX:
+            return "i32", value % _DIVISIBILITY == 0
+
+        return ("i64" if value <= _INT64_MAX else "u64"), value % _DIVISIBILITY == 0
+
+    if isinstance(value, float):
+        return "fp32", False
+
+    raise TypeError(
+        f"`{name}` is a {type(value).__name__}: Triton cannot specialise on it."
+    )
