@@ -1,9 +1,9 @@
-"""One call: its key, its addresses, and whether it is the same call as one seen before.
+"""One call: its key, its addresses, and whether its tensors are like those of a call seen before.
 
-The key is one flat tuple that holds all of a call that decides the launch. `CallReader` makes it, by a function that is
-generated for the handle's parameters: reading five tensors by a loop costs twice as much.
+The key holds all of a call that decides the launch. `CallReader` writes it out for a handle's parameters, as source text:
+reading five tensors by a loop costs twice as much.
 
-Comparing a call with one that was seen before needs no key: `tensor_guard` does it in C++ at a third of the price.
+Comparing a call with one that was seen before needs no key: `tensor_guard` does it in C++, at a third of the price.
 """
 
 import functools
@@ -24,101 +24,108 @@ SCALAR_TYPES = frozenset({int, float, bool, types.NoneType, str})
 ALIGNMENT = 16
 
 
-def float_bits(value):
-    """A float's bits, for the floats that do not equal themselves (NaN) or equal others (0.0 and -0.0)."""
+def bits(value):
+    """A scalar as it stands in a key: with its type beside it, equal only to itself.
 
-    return struct.pack("d", value) if type(value) is float else value
+    NaN does not equal itself, and 0.0 equals -0.0.
+    """
+
+    if type(value) is float and not (value and value == value):
+        return struct.pack("d", value)
+
+    return value
 
 
 class CallReader:
-    """Reads calls of one handle.
+    """How calls of one handle are read.
+
+    `addresses` and `key` are source text in terms of the parameters, for the handle's entry. The key's first item, `kinds`,
+    is what decides whether a call can be planned at all: the types and devices.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """
 
     def __init__(self, parameters):
-        self.names = [name for name, _ in parameters]
-        self.tensor_names = [name for name, is_tensor in parameters if is_tensor]
-        self.tensor_indices = [
-            index for index, (_, is_tensor) in enumerate(parameters) if is_tensor
+        self.tensors = [name for name, is_tensor in parameters if is_tensor]
+        self.scalars = [name for name, is_tensor in parameters if not is_tensor]
+        self._is_tensor = [is_tensor for _, is_tensor in parameters]
+
+        kinds, values = [], []
+
+        for name, is_tensor in parameters:
+            kinds.append(f"type({name})")
+
+            if is_tensor:
+                kinds.append(f"{name}.device")
+                values += [
+                    f"{name}.shape",
+                    f"{name}.stride()",
+                    f"{name}.dtype",
+                    f"{name}_address % {ALIGNMENT} == 0",
+                ]
+            else:
+                values.append(f"{name} if type({name}) is int else bits({name})")
+
+        self.addresses = [
+            f"{name}_address = {name}.data_ptr()" for name in self.tensors
         ]
-        self.scalar_indices = [
-            index for index, (_, is_tensor) in enumerate(parameters) if not is_tensor
+        self.key = f"(({', '.join(kinds)}), {', '.join(values)})"
+
+    def tensors_of(self, arguments):
+        return [
+            argument
+            for argument, is_tensor in zip(arguments, self._is_tensor, strict=True)
+            if is_tensor
         ]
-        self.read = _compile(self._read_source(parameters), "read", bits=float_bits)
 
-    def tensors(self, arguments):
-        return [arguments[index] for index in self.tensor_indices]
+    def scalars_of(self, arguments):
+        return tuple(
+            argument
+            for argument, is_tensor in zip(arguments, self._is_tensor, strict=True)
+            if not is_tensor
+        )
 
-    def scalars(self, arguments):
-        return tuple(arguments[index] for index in self.scalar_indices)
+    def unplannable(self, arguments):
+        """Why no call with arguments of these kinds can be planned, or None."""
 
-    def unreadable(self, arguments):
-        """Why the key cannot be trusted to hold all that decides this call, or None."""
+        for argument, is_tensor in zip(arguments, self._is_tensor, strict=True):
+            reason = (_unlike_tensor if is_tensor else _unlike_scalar)(argument)
 
-        for index in self.tensor_indices:
-            argument = arguments[index]
-
-            if type(argument) not in TENSOR_TYPES:
-                if not isinstance(argument, Tensor):
-                    return "not a tensor"
-
-                return "jagged" if argument.is_nested else "tensor subclass"
-
-            if argument.layout is not torch.strided:
-                return "jagged" if argument.is_nested else "not strided"
-
-        for index in self.scalar_indices:
-            argument = arguments[index]
-
-            if type(argument) not in SCALAR_TYPES:
-                if isinstance(argument, Tensor):
-                    return "tensor as scalar"
-
-                if type(argument).__module__ == "numpy":
-                    return "numpy scalar"
-
-                return "unknown scalar type"
+            if reason is not None:
+                return reason
 
         return None
 
-    @staticmethod
-    def _read_source(parameters):
-        """`read(*arguments)`: the key, and the addresses of the tensors."""
 
-        addresses, key = [], []
+def _unlike_tensor(argument):
+    if type(argument) in TENSOR_TYPES:
+        return None
 
-        for name, is_tensor in parameters:
-            if is_tensor:
-                addresses.append(f"{name}_address = {name}.data_ptr()")
-                key.append(
-                    f"type({name}), {name}.shape, {name}.stride(), {name}.dtype, {name}.device, "
-                    f"{name}_address % {ALIGNMENT} == 0"
-                )
-            else:
-                key.append(
-                    f"type({name}), {name} if {name} and {name} == {name} else bits({name})"
-                )
+    if not isinstance(argument, torch.Tensor):
+        return "not a tensor"
 
-        names = ", ".join(name for name, _ in parameters)
-        given = "".join(
-            f"{name}_address, " for name, is_tensor in parameters if is_tensor
-        )
-        lines = [
-            *(f"    {line}" for line in addresses),
-            f"    return ({', '.join(key)}), ({given})",
-        ]
-
-        return "\n".join([f"def read({names}):", *lines])
+    return "jagged" if argument.is_nested else "tensor subclass"
 
 
-def _compile(source, name, **names):
+def _unlike_scalar(argument):
+    if type(argument) in SCALAR_TYPES:
+        return None
+
+    if isinstance(argument, torch.Tensor):
+        return "tensor as scalar"
+
+    if type(argument).__module__ == "numpy":
+        return "numpy scalar"
+
+    return "unknown scalar type"
+
+
+def compile_function(source, name, **names):
+    """The function `name` that `source` defines, with `names` as its globals."""
+
     exec(compile(source, f"<generated: {name}>", "exec"), names)
 
     return names[name]
-
-
-compile_function = _compile
 
 
 def tensor_guard(tensors):

@@ -25,7 +25,7 @@ class Watcher:
         def watched_grid(bound):
             size = grid(bound)
             # An auto-tuner launches its candidates first: the last launch is the one that counts.
-            self._launched = dict(bound), size
+            self._launched = bound, size
 
             return size
 
@@ -50,12 +50,15 @@ class Watcher:
 class Plan:
     """One prepared launch. It holds no tensor, no address, no stream and no hook.
 
-    `launch(stream, *addresses)` launches. The other fields say for which calls, see `PlanCache`.
+    `launch(stream, *addresses)` launches; it is None until the plan is first used. The other fields say for which calls.
+
+    :param key: Driver, device, Triton's state, and the call's own key.
+    :param store: Where Triton keeps the kernels of that device.
+    :param launched: What `Watcher.take` returned, without tensors.
     """
 
     __slots__ = (
         "alignments",
-        "compiled",
         "current_device",
         "current_stream",
         "device",
@@ -64,102 +67,121 @@ class Plan:
         "is_kept",
         "key",
         "launch",
+        "launched",
         "scalars",
         "stamp",
         "state",
         "store",
     )
 
+    def __init__(self, key, store, launched):
+        self.key = key
+        self.driver, self.device, self.state, _ = key
+        self.store = store
+        self.launched = launched
+        self.launch = None
+        self.fits = None
+        self.scalars = ()
+        self.is_kept = True
 
-def prepare_launch(launched, pointers, arguments):
-    """The launch that was watched, as a function of a stream and addresses.
 
-    :param launched: What `Watcher.take` returned.
-    :param pointers: For each tensor argument of the call, in order: the name of the kernel's parameter that takes its
-        address (None if none does), and the argument's index in the call.
-    :param arguments: The call's arguments.
-    :return: The function, or None if the kernel was not given the tensors where it should have been.
+class LaunchForm:
+    """How one compiled kernel is launched: all that its plans have in common.
+
+    :param compiled: The compiled kernel, already loaded.
+    :param bound: Its arguments by name, as Triton bound them for some launch.
+    :param pointers: The names of those that are tensors' addresses, in the order of the handle's tensors; None for a
+        tensor whose address the kernel does not take.
     """
 
-    bound, grid, compiled = launched
-    grid = (*grid, 1, 1)[:3]
+    def __init__(self, compiled, bound, pointers):
+        names = triton_abi.kernel_arguments(compiled, bound)
+        # Placeholders for what changes, as objects: they are found again by identity.
+        grid, stream, arguments = _placeholders(3), object(), _placeholders(len(names))
+        template = (
+            *grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            # Launch metadata and hooks: a call that anybody watches is not planned.
+            None,
+            None,
+            None,
+            *arguments,
+        )
+        launcher = compiled.run
+        launch, given = triton_abi.c_launch(launcher, template) or (launcher, template)
+        roles = {id(stream): "stream"}
+        roles |= {id(size): f"grid_{axis}" for axis, size in enumerate(grid)}
 
-    # Placeholders for what changes with each call. Objects, so that they can be found again by identity.
-    stream, addresses = object(), [object() for _ in pointers]
-    given = {}
+        for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+            roles[id(argument)] = (
+                f"address_{pointers.index(name)}"
+                if name in pointers
+                else f"argument_{index}"
+            )
 
-    for (name, index), address in zip(pointers, addresses, strict=True):
-        if name is None:
-            continue
+        # From 3.7 on the C function takes the kernel's arguments as one tuple.
+        is_nested = isinstance(given[-1], tuple)
+        *head, tail = given if is_nested else (*given, ())
+        self._takes_all = len(names) == len(bound)
+        self._names = names
+        self._launch = launch
+        self._constants = tuple(
+            value for value in (*head, *tail) if id(value) not in roles
+        )
+        self._bind = _binder(
+            tuple(roles.get(id(value)) for value in head),
+            tuple(roles.get(id(value)) for value in tail) if is_nested else None,
+            len(names),
+            len(pointers),
+        )
 
-        if bound.get(name) is not arguments[index]:
-            return None
+    def bind(self, grid, bound):
+        """A function of a stream and the tensors' addresses that launches, on this grid and with these arguments."""
 
-        given[name] = address
+        arguments = (
+            bound.values() if self._takes_all else [bound[name] for name in self._names]
+        )
 
-    if any(hasattr(value, "data_ptr") for value in ({**bound, **given}).values()):
-        return None
+        return self._bind(self._launch, self._constants, (*grid, 1, 1)[:3], arguments)
 
-    launcher = compiled.run
-    launch = launcher
-    template = (
-        *grid,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        # Launch metadata and hooks: a call that anybody watches is not planned.
-        None,
-        None,
-        None,
-        *(
-            given.get(name, bound[name])
-            for name in triton_abi.kernel_arguments(compiled, bound)
-        ),
-    )
-    below = triton_abi.c_launch(launcher, template)
 
-    if below is not None:
-        launch, template = below
-
-    # From 3.7 on the C function takes the kernel's arguments as one tuple.
-    *head, last = template
-    tail = last if isinstance(last, tuple) else None
-    flat = (*head, *tail) if tail is not None else template
-    roles = {id(stream): "stream"} | {
-        id(address): f"address_{position}" for position, address in enumerate(addresses)
-    }
-    slots = tuple(roles.get(id(value)) for value in flat)
-    bind = _binder(slots, len(head) if tail is not None else None, len(pointers))
-
-    return bind(launch, *(value for value, slot in zip(flat, slots) if slot is None))
+def _placeholders(count):
+    return tuple(object() for _ in range(count))
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(slots, tuple_start, address_count):
-    """A function that binds the constants of a launch, and returns the launch as a function of what changes.
+def _binder(head, nested, argument_count, address_count):
+    """A function that binds a launch to its constants, grid and arguments.
 
-    The call is spelled out, `launch(c0, c1, c2, stream, c4, ..., address_0, ...)`: 0.2 us less than copying a list and
-    filling it in, with 36 arguments.
+    The launch is spelled out, `launch(grid_0, grid_1, grid_2, stream, constant_4, ..., address_0, argument_1, ...)`: with
+    36 arguments 0.2 us less than to copy a list and fill it in.
 
-    :param slots: For each argument, what goes there on each call, or None for a constant.
-    :param tuple_start: From which argument on they go into one tuple, or None.
+    :param head: For each argument of the launch its role, or None for a constant.
+    :param nested: The same for those that go into one tuple at the end, or None if there is none.
     """
 
-    names = [slot or f"c{index}" for index, slot in enumerate(slots)]
-    constants = [name for name, slot in zip(names, slots) if slot is None]
+    roles = [
+        role or f"constant_{index}"
+        for index, role in enumerate((*head, *(nested or ())))
+    ]
+    constants = [role for role in roles if role.startswith("constant_")]
+    arguments = [f"argument_{index}" for index in range(argument_count)]
     addresses = [f"address_{position}" for position in range(address_count)]
+    given = roles[: len(head)]
 
-    if tuple_start is None:
-        given = ", ".join(names)
-    else:
-        given = ", ".join(
-            [*names[:tuple_start], f"({', '.join(names[tuple_start:])},)"]
-        )
+    if nested is not None:
+        given.append(f"({', '.join(roles[len(head) :])},)")
 
     source = f"""\
-def bind({", ".join(["launch", *constants])}):
+def bind(launch, constants, grid, arguments):
+    [{", ".join(constants)}] = constants
+    grid_0, grid_1, grid_2 = grid
+    [{", ".join(name if name in roles else "_" for name in arguments)}] = arguments
+
     def launch_plan({", ".join(["stream", *addresses])}):
-        launch({given})
+        launch({", ".join(given)})
 
     return launch_plan
 """

@@ -7,6 +7,7 @@ import itertools
 import operator
 import os
 import threading
+import types
 import weakref
 
 import torch
@@ -15,13 +16,14 @@ from ninetoothed_patches import triton_abi
 from ninetoothed_patches.call_key import (
     ALIGNMENT,
     CallReader,
+    bits,
     compile_function,
     tensor_guard,
 )
-from ninetoothed_patches.launch_plan import Plan, Watcher, prepare_launch
+from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 
-# How many plans a call is compared with before its key is made. A kernel of a model usually sees one layout a step, or
-# two that alternate (queries and keys); a comparison that fails costs about 0.3 us, a key 3.
+# How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
+# two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
 RECENT_PLANS = 4
 
 _ENTRY = """\
@@ -31,14 +33,14 @@ def {name}({parameters}):
 
     try:
         {read_addresses}
-        unaligned = ({any_address}) % 16 and ({alignments})
+        alignments = ({any_address}) % {alignment} and ({alignments})
 
         for plan in cache.recent:
             if (
                 plan.fits({tensors})
                 and plan.driver is {driver}
                 and plan.current_device() == plan.device
-                and plan.alignments == unaligned
+                and plan.alignments == alignments
                 {scalars_fit}
                 and plan.state == {state}
                 and plan.store is {stores}[plan.device]
@@ -47,19 +49,22 @@ def {name}({parameters}):
             ):
                 break
         else:
-            plan = None
+            plan, key = None, {key}
     except Exception:
-        # `cache.call` meets it again, and decides whose error it is.
-        plan = None
+        # Whatever it is, the ordinary call meets it again and says so.
+        plan = key = None
 
     if plan is None:
-        return cache.call({parameters})
+        if key is None:
+            return cache.unreadable(({parameters},))
+
+        return cache.call(key, ({parameters},), ({addresses},))
 
     plan.stamp = next(clock)
     plan.launch(plan.current_stream(plan.device), {addresses})
 """
 
-# `is` for the object that is passed again and again; otherwise equal, of one type, and not one of the zeros.
+# The very object that was passed before; otherwise equal, of the same type, and none of the zeros.
 _SCALAR_FITS = """\
 and (
                     {name} is plan.scalars[{position}]
@@ -78,8 +83,8 @@ class CacheInfo:
     :param bypasses: Calls that went the ordinary way because a plan could not be proved the same, by reason.
     :param evictions: Plans that had to go because the cache was full.
     :param plans: How many plans are held now.
-    :param bound: How many may be held, per handle.
-    :param handles: The same for each handle, by kernel name and a number.
+    :param bound: How many a handle may hold.
+    :param handles: The same for each handle, by the kernel's name and a number.
     """
 
     hits: int = 0
@@ -94,12 +99,14 @@ class CacheInfo:
 class PlanCache:
     """The plans of one handle.
 
+    `entry` is what a call of the handle runs. It takes the launch function's arguments and returns None, as that does.
+
     :param kernel: The handle's JITFunction (or what the interpreter made of it).
     :param launched: What the launch function calls: the kernel, or the auto-tuner around it.
     :param launch: The generated launch function.
     :param watch: A function that makes the launch function call a given object in the kernel's place.
-    :param parameters: Pairs of each parameter's name and the kernel's parameter that takes its address: a name, None
-        for a tensor whose address the kernel does not take, or False for a scalar.
+    :param parameters: For each parameter of the launch function, its name and the name of the kernel's parameter that
+        takes its address: None for a tensor whose address the kernel does not take, False for a scalar.
     :param never: Why no call of this handle can be planned, or None.
     :param bound: How many plans may be held.
     """
@@ -108,15 +115,12 @@ class PlanCache:
         self.name = kernel.__name__
         self.number = next(_NUMBERS)
         self.bound = bound
+        # How many results the auto-tuner had after the last call that went through here.
         self.tuned = 0
 
-        self._misses = 0
-        self._evictions = 0
-        self._bypasses = collections.Counter()
         self._kernel = kernel
         self._tuner = launched if launched is not kernel else None
         self._launch = launch
-        self._never = never
         self._reader = CallReader(
             [(name, pointer is not False) for name, pointer in parameters]
         )
@@ -125,12 +129,17 @@ class PlanCache:
             for index, (_, pointer) in enumerate(parameters)
             if pointer is not False
         ]
-        self._clock = itertools.count(1)
-        self._clock_looks = 0
         self._watcher = Watcher(launched)
         self._watched_launch = watch(self._watcher)
+
+        self._clock = itertools.count(1)
+        self._clock_looks = 0
+        self._misses = 0
+        self._evictions = 0
+        self._bypasses = collections.Counter()
+
         self._reset()
-        self.entry = self._never_entry() if never else self._entry(parameters)
+        self.entry = self._never_entry(never) if never else self._entry(parameters)
         _CACHES.add(self)
 
     def _reset(self):
@@ -138,9 +147,14 @@ class PlanCache:
         # only while plans and counters change.
         self._calling = threading.RLock()
         self._changing = threading.RLock()
+        self.recent = ()
         self._plans = {}
         self._queue = []
-        self.recent = ()
+        # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
+        self._made = 0
+        self._forms = weakref.WeakKeyDictionary()
+        self._plannable_kinds = set()
+        self._driver = self._store = None
 
     def clear(self):
         """Drop all plans. The counters stay."""
@@ -180,50 +194,50 @@ class PlanCache:
         with self._changing:
             self._bypasses[reason] += 1
 
-    # The entry: what a call of the handle runs.
+    # The entry, and what it calls.
 
     def _entry(self, parameters):
         expressions = triton_abi.expressions()
-        names = [name for name, _ in parameters]
-        tensors = self._reader.tensor_names
-        scalars = [name for name, pointer in parameters if pointer is False]
-        source = _ENTRY.format(
-            name=self._launch.__name__,
-            parameters=", ".join(names),
-            tensors=", ".join(tensors),
-            read_addresses="\n        ".join(
-                f"{name}_address = {name}.data_ptr()" for name in tensors
-            ),
-            any_address=" | ".join(f"{name}_address" for name in tensors),
-            alignments="".join(f"{name}_address % 16 == 0, " for name in tensors),
-            addresses=", ".join(f"{name}_address" for name in tensors),
-            scalars_fit="\n                ".join(
-                _SCALAR_FITS.format(name=name, position=position)
-                for position, name in enumerate(scalars)
-            ),
-            tuner_fits="and len(tuner.cache) == cache.tuned" if self._tuner else "",
-            driver=expressions.driver,
-            state=expressions.state,
-            stores=expressions.stores,
-            watchers=expressions.watchers,
+        reader = self._reader
+        addresses = [f"{name}_address" for name in reader.tensors]
+        aligned = [f"{address} % {ALIGNMENT} == 0" for address in addresses]
+        self._state, self._stores, self._watchers = (
+            compile_function(
+                f"def read():\n    return {expression}",
+                "read",
+                jit=self._kernel,
+                **expressions.names,
+            )
+            for expression in (
+                expressions.state,
+                expressions.stores,
+                expressions.watchers,
+            )
         )
-        state = compile_function(
-            f"def state():\n    return {expressions.state}",
-            "state",
-            jit=self._kernel,
-            **expressions.names,
-        )
-        stores = compile_function(
-            f"def stores():\n    return {expressions.stores}",
-            "stores",
-            jit=self._kernel,
-            **expressions.names,
-        )
-        self._state, self._stores = state, stores
 
         return compile_function(
-            source,
+            _ENTRY.format(
+                name=self._launch.__name__,
+                parameters=", ".join(name for name, _ in parameters),
+                tensors=", ".join(reader.tensors),
+                read_addresses="\n        ".join(reader.addresses),
+                addresses=", ".join(addresses),
+                any_address=" | ".join(addresses),
+                alignment=ALIGNMENT,
+                alignments="".join(f"{condition}, " for condition in aligned),
+                scalars_fit="\n                ".join(
+                    _SCALAR_FITS.format(name=name, position=position)
+                    for position, name in enumerate(reader.scalars)
+                ),
+                tuner_fits="and len(tuner.cache) == cache.tuned" if self._tuner else "",
+                key=reader.key,
+                driver=expressions.driver,
+                state=expressions.state,
+                stores=expressions.stores,
+                watchers=expressions.watchers,
+            ),
             self._launch.__name__,
+            bits=bits,
             cache=self,
             clock=self._clock,
             jit=self._kernel,
@@ -233,9 +247,11 @@ class PlanCache:
             **expressions.names,
         )
 
-    def _never_entry(self):
-        def bypass(*args, **kwargs):
-            return self._bypass(self._never, args, kwargs)
+    def _never_entry(self, reason):
+        def bypass(*arguments, **keywords):
+            self._count_bypass(reason)
+
+            return self._ordinary(self._launch, arguments, keywords)
 
         return bypass
 
@@ -255,77 +271,99 @@ class PlanCache:
 
         return trace
 
-    # The long way.
+    def unreadable(self, arguments):
+        """A call whose key could not be made."""
 
-    def call(self, *arguments):
+        self._count_bypass(self._reader.unplannable(arguments) or "unreadable tensor")
+
+        return self._ordinary(self._launch, arguments)
+
+    def call(self, key, arguments, addresses):
         """A call that no recent plan fits."""
 
-        reason = self._reader.unreadable(arguments)
+        made = self._made
+        driver = triton_abi.active_driver()
 
-        if reason is None and triton_abi.launches_are_watched(self._kernel):
-            reason = "launch hook"
+        if driver is not self._driver:
+            self._current_device, self._current_stream = (
+                triton_abi.current_device_and_stream(driver)
+            )
+            self._driver = driver
+            self._plannable_kinds.clear()
+
+        device = self._current_device()
+        store = self._stores()[device]
+
+        if store is not self._store:
+            self._rule = triton_abi.tensor_rule(store)
+            self._store = store
+
+        if self._rule is not None:
+            key += tuple(map(self._rule, self._reader.tensors_of(arguments)))
+
+        if self._tuner is not None:
+            self._notice_tuner()
+
+        key = (driver, device, self._state(), key)
+        plan = self._plans.get(key)
+
+        if plan is not None and plan.store is not store:
+            # Somebody has cleared Triton's kernels: what was compiled then may differ from what would be now.
+            self.clear()
+            plan = None
+
+        reason = "launch hook" if self._is_watched() else None
+
+        if plan is None and reason is None:
+            reason = self._unplannable_kinds(key, arguments)
 
         if reason is not None:
-            return self._bypass(reason, arguments)
+            self._count_bypass(reason)
 
-        try:
-            key, addresses = self._reader.read(*arguments)
-        except Exception:
-            # Its metadata cannot be read: the ordinary call will say so.
-            return self._bypass("unreadable tensor", arguments)
-
-        driver = triton_abi.active_driver()
-        current_device, current_stream = triton_abi.current_device_and_stream(driver)
-        device = current_device()
-        rule = triton_abi.tensor_rule(self._kernel, device)
-
-        if rule is not None:
-            key += tuple(map(rule, self._reader.tensors(arguments)))
-
-        call = _Call(arguments, driver, device, key)
-        plan = self._find(call)
+            return self._ordinary(self._launch, arguments)
 
         if plan is None:
-            home = driver.get_active_torch_device()
+            return self._prepare(key, arguments, addresses, made)
 
-            if any(tensor.device != home for tensor in self._reader.tensors(arguments)):
-                return self._bypass("foreign device", arguments)
-
-            return self._prepare(call)
-
-        if rule is None:
-            self._remember(plan, arguments)
-
+        self._remember(plan, arguments, addresses)
         plan.stamp = next(self._clock)
-        plan.launch(current_stream(device), *addresses)
+        plan.launch(plan.current_stream(device), *addresses)
 
-    def _key(self, call):
-        return (call.driver, call.device, self._state(), *call.key)
+    def _is_watched(self):
+        try:
+            return bool(self._watchers())
+        except AttributeError:
+            # Not the chain of hooks that belongs there.
+            return True
 
-    def _find(self, call):
-        if self._tuner is not None and len(self._tuner.cache) != self.tuned:
+    def _notice_tuner(self):
+        if len(self._tuner.cache) != self.tuned:
             with self._calling:
                 # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
                 if len(self._tuner.cache) != self.tuned:
                     self.clear()
                     self.tuned = len(self._tuner.cache)
 
-        plan = self._plans.get(self._key(call))
+    def _unplannable_kinds(self, key, arguments):
+        driver, device, _, (kinds, *_) = key
 
-        if plan is not None and plan.store is not self._stores()[call.device]:
-            # Somebody has cleared Triton's kernels: what was compiled then may differ from what would be now.
-            self.clear()
-
+        if (device, kinds) in self._plannable_kinds:
             return None
 
-        return plan
+        home = driver.get_active_torch_device()
+        reason = self._reader.unplannable(arguments)
 
-    def _bypass(self, reason, arguments, keywords=None):
-        self._count_bypass(reason)
+        if reason is None and any(
+            tensor.device != home for tensor in self._reader.tensors_of(arguments)
+        ):
+            reason = "foreign device"
 
-        return self._ordinary(self._launch, arguments, keywords or {})
+        if reason is None:
+            self._plannable_kinds.add((device, kinds))
 
-    def _ordinary(self, launch, arguments, keywords):
+        return reason
+
+    def _ordinary(self, launch, arguments, keywords=types.MappingProxyType({})):
         """The unpatched call. An auto-tuner keeps a call's state in itself: one call at a time."""
 
         if self._tuner is None:
@@ -337,16 +375,18 @@ class PlanCache:
             finally:
                 self.tuned = len(self._tuner.cache)
 
-    def _prepare(self, call):
+    # Plans, made and dropped.
+
+    def _prepare(self, key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
         with self._calling:
-            if self._key(call) in self._plans:
-                # Another thread has made it while this one waited.
-                return self.call(*call.arguments)
+            if self._made != made:
+                # While this thread waited, another has made a plan, maybe this one.
+                return self.call(key[-1], arguments, addresses)
 
             try:
-                self._ordinary(self._watched_launch, call.arguments, {})
+                self._ordinary(self._watched_launch, arguments)
             except BaseException:
                 self._watcher.take()
 
@@ -356,48 +396,35 @@ class PlanCache:
                 raise
 
             launched = self._watcher.take()
-            reason = self._unplannable(launched)
-
-            if reason is None:
-                launch = prepare_launch(launched, self._pointers, call.arguments)
-                reason = "unexpected kernel arguments" if launch is None else None
+            reason = self._unplannable(launched, arguments)
 
             if reason is not None:
                 self._count_bypass(reason)
-            else:
-                self._keep(self._plan(call, launched[2], launch))
 
-    def _plan(self, call, compiled, launch):
-        plan = Plan()
-        # Made now: the first call compiles, and that gives the kernel the hash which is part of the state.
-        plan.key = self._key(call)
-        plan.driver = call.driver
-        plan.device = call.device
-        plan.current_device, plan.current_stream = triton_abi.current_device_and_stream(
-            call.driver
-        )
-        plan.state = self._state()
-        plan.store = self._stores()[call.device]
-        plan.compiled = compiled
-        plan.launch = launch
-        plan.alignments = self._alignments(call.arguments)
-        plan.scalars = self._reader.scalars(call.arguments)
-        plan.fits = None
-        plan.is_kept = True
+                return
 
-        return plan
+            driver, device, state, call = key
 
-    def _alignments(self, arguments):
-        alignments = tuple(
-            tensor.data_ptr() % ALIGNMENT == 0
-            for tensor in self._reader.tensors(arguments)
-        )
+            if state[0] is not self._kernel.hash:
+                # The first call compiles, and that gives the kernel its hash.
+                key = (driver, device, self._state(), call)
 
-        return 0 if all(alignments) else alignments
+            self._keep(Plan(key, self._stores()[device], launched))
 
-    def _unplannable(self, launched):
+    def _unplannable(self, launched, arguments):
+        """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
+
         if launched is None or launched[-1] is None:
             return "not launched"
+
+        bound, _, compiled = launched
+
+        for pointer, index in self._pointers:
+            if pointer is not None:
+                if bound.get(pointer) is not arguments[index]:
+                    return "unexpected kernel arguments"
+
+                bound[pointer] = None
 
         if triton_abi.captured_globals(self._kernel):
             return "captured globals"
@@ -405,7 +432,7 @@ class PlanCache:
         if self._kernel.hash is None:
             return "source changed"
 
-        if launched[-1].function is None:
+        if compiled.function is None:
             return "not loaded"
 
         if self._tuner is not None and triton_abi.winner_has_hook(self._tuner):
@@ -425,6 +452,7 @@ class PlanCache:
                 self._evict()
 
             self._clock_looks += 1
+            self._made += 1
             plan.stamp = next(self._clock)
             self._plans[plan.key] = plan
             heapq.heappush(self._queue, (plan.stamp, plan))
@@ -442,19 +470,24 @@ class PlanCache:
         self.recent = tuple(other for other in self.recent if other is not plan)
         self._evictions += 1
 
-    def _remember(self, plan, arguments):
+    def _remember(self, plan, arguments, addresses):
         """Make `plan` one of those that the next call is compared with first."""
 
         with self._changing:
-            scalars = self._reader.scalars(arguments)
-            has_new_scalars = any(
-                scalar is not other
-                for scalar, other in zip(scalars, plan.scalars, strict=True)
-            )
+            scalars = self._reader.scalars_of(arguments)
 
-            if plan.fits is None or (plan in self.recent and not has_new_scalars):
-                # None yet, or it said no: tensors of another autograd mode, or one tensor passed twice.
-                plan.fits = tensor_guard(self._reader.tensors(arguments))
+            if plan.launch is None:
+                self._finish(plan, addresses)
+                is_refused = True
+            else:
+                # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd
+                # mode, or one was passed twice.
+                is_refused = plan in self.recent and all(
+                    map(operator.is_, scalars, plan.scalars)
+                )
+
+            if is_refused and self._rule is None:
+                plan.fits = tensor_guard(self._reader.tensors_of(arguments))
 
             plan.scalars = scalars
 
@@ -466,13 +499,28 @@ class PlanCache:
             )
             self.recent = (plan, *newest_first[: RECENT_PLANS - 1])
 
+    def _finish(self, plan, addresses):
+        """Prepare the launch of a plan that is used for the first time.
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    arguments: tuple
-    driver: object
-    device: int
-    key: tuple
+        A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
+        """
+
+        bound, grid, compiled = plan.launched
+        form = self._forms.get(compiled)
+
+        if form is None:
+            form = LaunchForm(compiled, bound, [name for name, _ in self._pointers])
+            self._forms[compiled] = form
+
+        plan.current_device = self._current_device
+        plan.current_stream = self._current_stream
+        plan.alignments = (
+            tuple(address % ALIGNMENT == 0 for address in addresses)
+            if any(address % ALIGNMENT for address in addresses)
+            else 0
+        )
+        plan.launch = form.bind(grid, bound)
+        plan.launched = (compiled,)
 
 
 def _is_capturing():
@@ -494,25 +542,23 @@ def caches():
 def total_info(bound):
     """The sum over all handles that are alive, and each of them by name."""
 
-    handles, names = {}, collections.Counter()
+    handles, names, bypasses = {}, collections.Counter(), collections.Counter()
 
     for cache in sorted(caches(), key=operator.attrgetter("number")):
         names[cache.name] += 1
-        handles[f"{cache.name}#{names[cache.name]}"] = cache.info()
+        info = cache.info()
+        handles[f"{cache.name}#{names[cache.name]}"] = info
+        bypasses.update(info.bypasses)
 
-    infos = handles.values()
+    def total(counter):
+        return sum(getattr(info, counter) for info in handles.values())
 
     return CacheInfo(
-        hits=sum(info.hits for info in infos),
-        misses=sum(info.misses for info in infos),
-        bypasses=dict(
-            sum(
-                (collections.Counter(info.bypasses) for info in infos),
-                start=collections.Counter(),
-            )
-        ),
-        evictions=sum(info.evictions for info in infos),
-        plans=sum(info.plans for info in infos),
+        hits=total("hits"),
+        misses=total("misses"),
+        bypasses=dict(bypasses),
+        evictions=total("evictions"),
+        plans=total("plans"),
         bound=bound,
         handles=handles,
     )

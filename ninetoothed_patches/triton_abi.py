@@ -47,7 +47,8 @@ class Expressions:
 
     :param driver: The active driver.
     :param watchers: True if anything wants to see launches: then they go the ordinary way.
-    :param state: A tuple of all else that Triton reads on each call and that decides which kernel it launches.
+    :param state: A tuple of all else that Triton reads on each call and that decides which kernel it launches; the
+        first is the kernel's hash.
     :param stores: The mapping of a device to the kernels compiled for it.
     :param names: What the expressions refer to, except `jit`.
     """
@@ -162,19 +163,6 @@ def check():
         )
 
 
-def launches_are_watched(jit):
-    """Whether a hook wants to see the launches of `jit`, whatever somebody has put where the hooks belong."""
-
-    knobs = getattr(triton, "knobs", None)
-    owner = CompiledKernel if knobs is None else knobs.runtime
-    hooks = [getattr(owner, hook) for hook in _LAUNCH_HOOKS]
-    hooks.append(getattr(owner, "add_stages_inspection_hook", None))
-
-    return bool(jit.pre_run_hooks) or any(
-        hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks
-    )
-
-
 def is_compiled(kernel):
     """Whether `kernel` is compiled; otherwise it was made while Triton's interpreter was on."""
 
@@ -209,17 +197,18 @@ def current_device_and_stream(driver):
     return current_device, driver.get_current_stream
 
 
-def tensor_rule(jit, device):
-    """What else than type and 16-byte alignment the active backend specialises tensors on.
+def tensor_rule(store):
+    """What else than type and 16-byte alignment the backend specialises tensors on.
 
+    :param store: A device's entry of `Expressions.stores`.
     :return: A function of a tensor, or None where the backend leaves it at the alignment.
     """
 
-    if _store_attribute() == "cache":
+    if isinstance(store, dict):
         # 3.2 finds its kernels by type and alignment alone, whatever the backend does later.
         return None
 
-    backend = jit.device_caches[device][-2]
+    backend = store[-2]
 
     for name, arguments in (
         ("get_tensor_specialization", ()),
