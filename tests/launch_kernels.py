@@ -1,6 +1,8 @@
 """The kernels of the launch tests: small, each with one thing that a launch plan has to get right."""
 
 import ninetoothed
+import triton
+import triton.language
 from ninetoothed import Tensor, block_size
 
 _TILE = (4, 128)
@@ -148,3 +150,34 @@ def jagged():
         num_warps=4,
         num_stages=2,
     )
+
+
+FACTOR = triton.language.constexpr(3)
+
+
+@triton.jit
+def launch_times_factor(x):
+    return x * FACTOR
+
+
+def launch_global_application(x, s, o):
+    o = launch_times_factor(x) * s  # noqa: F841
+
+
+def scale_by_global():
+    """`scale` times a constant of the generated module, which Triton compares with its value on each call."""
+
+    handle = ninetoothed.make(
+        _rows,
+        launch_global_application,
+        (
+            Tensor(shape=(None, 128), name="x"),
+            Tensor(0, name="s"),
+            Tensor(shape=(None, 128), name="o"),
+        ),
+        num_warps=4,
+        num_stages=2,
+    )
+    handle._launch.__globals__["FACTOR"] = FACTOR
+
+    return handle
