@@ -100,9 +100,9 @@ class PlannedHandle(_jit_module._Handle):
             never=never,
             bound=max_plans,
         )
-        # A class for this handle alone: its `__call__` is the entry itself, without a method around it that would
-        # pack and unpack the arguments (0.2 us).
-        own = type(cls.__name__, (cls,), {"__call__": staticmethod(cache.entry)})
+        # A class for this handle alone: its `__call__` is the entry itself, without a method around it that packs and
+        # unpacks the arguments (0.2 us).
+        own = type(cls.__name__, (cls,), {"__call__": cache.entry})
         planned = own(kernel, launch, handle._source)
         planned._cache = cache
 

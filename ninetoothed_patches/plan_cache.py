@@ -27,9 +27,9 @@ from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 RECENT_PLANS = 4
 
 _ENTRY = """\
-def {name}({parameters}):
-    if is_dynamo_compiling():
-        return trace({parameters})
+def {name}({self}, {parameters}, *{surplus}):
+    if {surplus} or is_dynamo_compiling():
+        return ordinary({parameters}, *{surplus})
 
     try:
         {read_addresses}
@@ -99,7 +99,8 @@ class CacheInfo:
 class PlanCache:
     """The plans of one handle.
 
-    `entry` is what a call of the handle runs. It takes the launch function's arguments and returns None, as that does.
+    `entry` is the handle's `__call__`: it takes the handle and the launch function's arguments, and returns None as that
+    function does.
 
     :param kernel: The handle's JITFunction (or what the interpreter made of it).
     :param launched: What the launch function calls: the kernel, or the auto-tuner around it.
@@ -199,6 +200,7 @@ class PlanCache:
     def _entry(self, parameters):
         expressions = triton_abi.expressions()
         reader = self._reader
+        names = [name for name, _ in parameters]
         addresses = [f"{name}_address" for name in reader.tensors]
         aligned = [f"{address} % {ALIGNMENT} == 0" for address in addresses]
         self._state, self._stores, self._watchers = (
@@ -218,7 +220,10 @@ class PlanCache:
         return compile_function(
             _ENTRY.format(
                 name=self._launch.__name__,
-                parameters=", ".join(name for name, _ in parameters),
+                # Names that no parameter has.
+                self=f"{'_'.join(names)}_handle",
+                surplus=f"{'_'.join(names)}_surplus",
+                parameters=", ".join(names),
                 tensors=", ".join(reader.tensors),
                 read_addresses="\n        ".join(reader.addresses),
                 addresses=", ".join(addresses),
@@ -242,21 +247,21 @@ class PlanCache:
             clock=self._clock,
             jit=self._kernel,
             tuner=self._tuner,
-            trace=self._trace(),
+            ordinary=self._untouched(),
             is_dynamo_compiling=torch.compiler.is_dynamo_compiling,
             **expressions.names,
         )
 
     def _never_entry(self, reason):
-        def bypass(*arguments, **keywords):
+        def bypass(handle, /, *arguments, **keywords):
             self._count_bypass(reason)
 
             return self._ordinary(self._launch, arguments, keywords)
 
         return bypass
 
-    def _trace(self):
-        """The launch function, for Dynamo to trace through; counted when it does."""
+    def _untouched(self):
+        """The launch function itself, for Dynamo to trace through (counted when it does), or to raise its TypeError."""
 
         launch = self._launch
 
@@ -264,17 +269,22 @@ class PlanCache:
         def count():
             self._count_bypass("tracing")
 
-        def trace(*arguments):
-            count()
+        def ordinary(*arguments):
+            if torch.compiler.is_dynamo_compiling():
+                count()
 
             return launch(*arguments)
 
-        return trace
+        return ordinary
 
     def unreadable(self, arguments):
         """A call whose key could not be made."""
 
-        self._count_bypass(self._reader.unplannable(arguments) or "unreadable tensor")
+        self._count_bypass(
+            "launch hook"
+            if self._is_watched()
+            else self._reader.unplannable(arguments) or "unreadable tensor"
+        )
 
         return self._ordinary(self._launch, arguments)
 

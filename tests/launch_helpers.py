@@ -51,7 +51,7 @@ def outcome(driver, handle, *args, **kwargs):
     raised = None
 
     try:
-        assert handle(*args, **kwargs) is None
+        handle(*args, **kwargs)
     except Exception as error:
         raised = type(error), str(error)
 

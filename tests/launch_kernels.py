@@ -142,9 +142,9 @@ def jagged():
         arrangement,
         launch_scale_application,
         (
-            Tensor(shape=(None, None, 128), jagged_dim=1, name="x"),
+            Tensor(3, jagged_dim=1, name="x"),
             Tensor(0, name="s"),
-            Tensor(shape=(None, None, 128), jagged_dim=1, name="o"),
+            Tensor(3, jagged_dim=1, name="o"),
         ),
         kernel_name="launch_scale_jagged",
         num_warps=4,

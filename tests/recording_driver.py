@@ -71,6 +71,8 @@ class RecordingDriver:
         self._target = target
         self._load = load
         self.unloaded = []
+        # Raised instead of benchmarking, if it is set.
+        self.benchmark_error = None
         self.utils = types.SimpleNamespace(
             get_device_properties=self._get_device_properties,
             load_binary=self._load_binary,
@@ -121,6 +123,9 @@ class RecordingDriver:
         return self._benchmark
 
     def _benchmark(self, launch, quantiles):
+        if self.benchmark_error is not None:
+            raise self.benchmark_error
+
         launch()
 
         # Some order among the candidates that is the same for the same binaries, and does not favour the first.
