@@ -25,15 +25,16 @@ ALIGNMENT = 16
 
 
 def bits(value):
-    """A scalar as it stands in a key: with its type beside it, equal only to itself.
+    """What of a scalar stands in a key, beside its type: equal only for the same bits.
 
-    NaN does not equal itself, and 0.0 equals -0.0.
+    NaN does not equal itself, and 0.0 equals -0.0. Of what is no plain scalar nothing is kept: it may not be hashable, and
+    by its type no plan can be made for it.
     """
 
     if type(value) is float and not (value and value == value):
         return struct.pack("d", value)
 
-    return value
+    return value if type(value) in SCALAR_TYPES else None
 
 
 class CallReader:

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 
 SM_80 = GPUTarget("cuda", 80, 32)
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -51,6 +52,33 @@ class PlainLauncher:
         self._record(*args)
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordedModule:
+    """A binary that was loaded."""
+
+    driver: object
+    function: int
+
+
+def _unload_where_it_was_loaded(
+    kernel, original=getattr(CompiledKernel, "__del__", None)
+):
+    """A compiled kernel may outlive the driver that loaded it: then Triton would ask another one to unload it."""
+
+    module = getattr(kernel, "module", None)
+
+    if isinstance(module, RecordedModule):
+        module.driver.utils.unload_module(module)
+    else:
+        _ORIGINAL_DEL(kernel)
+
+
+_ORIGINAL_DEL = getattr(CompiledKernel, "__del__", None)
+
+if _ORIGINAL_DEL is not None:
+    CompiledKernel.__del__ = _unload_where_it_was_loaded
+
+
 class RecordingDriver:
     """The driver. `records` has all launches so far, `clear()` forgets them.
 
@@ -76,7 +104,7 @@ class RecordingDriver:
         self.utils = types.SimpleNamespace(
             get_device_properties=self._get_device_properties,
             load_binary=self._load_binary,
-            unload_module=self.unloaded.append,
+            unload_module=lambda module: self.unloaded.append(module.function),
             launch=self._record,
             build_signature_metadata=tuple,
         )
@@ -147,7 +175,7 @@ class RecordingDriver:
 
         function = zlib.crc32(kernel + name.encode() + bytes([device]))
         # Module, function, registers, spills, and from 3.4 on the most threads.
-        loaded = (function, function, 32, 0, 1024)
+        loaded = (RecordedModule(self, function), function, 32, 0, 1024)
 
         return loaded if _loads_five() else loaded[:4]
 
@@ -191,10 +219,7 @@ def _seen_by_kernel(value):
 
 
 def _loads_five():
-    return (
-        "n_max_threads"
-        in triton.compiler.CompiledKernel._init_handles.__code__.co_names
-    )
+    return "n_max_threads" in CompiledKernel._init_handles.__code__.co_names
 
 
 class _KernelArgument(collections.namedtuple("KernelArgument", "nested_tuple type")):
