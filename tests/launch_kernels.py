@@ -98,6 +98,20 @@ def scale_t():
     )
 
 
+def scale_tuned_warps():
+    """`scale_t`, with the number of warps tuned as well."""
+
+    return ninetoothed.make(
+        _blocks,
+        launch_scale_application,
+        (Tensor(1, name="x"), Tensor(0, name="s"), Tensor(1, name="o")),
+        kernel_name="launch_scale_tuned_warps",
+        num_warps=(1, 2, 4, 8),
+        num_stages=2,
+        max_num_configs=8,
+    )
+
+
 def axpy():
     """x, y, o [R, 128], a scalar a: o = a * x + y. The scalar comes last."""
 

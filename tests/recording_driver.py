@@ -60,9 +60,7 @@ class RecordedModule:
     function: int
 
 
-def _unload_where_it_was_loaded(
-    kernel, original=getattr(CompiledKernel, "__del__", None)
-):
+def _unload_where_it_was_loaded(kernel):
     """A compiled kernel may outlive the driver that loaded it: then Triton would ask another one to unload it."""
 
     module = getattr(kernel, "module", None)
