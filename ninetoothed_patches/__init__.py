@@ -7,7 +7,11 @@ to one kernel and patches nothing. Importing this package imports neither NineTo
 import os
 import sys
 
+from ninetoothed_patches import counters
+from ninetoothed_patches.errors import UnsupportedVersionError
+
 __all__ = [
+    "UnsupportedVersionError",
     "apply",
     "cache_info",
     "clear_plans",
@@ -18,6 +22,7 @@ __all__ = [
 
 DEFAULT_MAX_PLANS = 1024
 
+# What `apply()` was given, until `revert()`.
 _max_plans = None
 
 
@@ -35,7 +40,7 @@ def apply(*, max_plans=None):
 
     global _max_plans
 
-    bound = _bound(max_plans)
+    _bound(max_plans)
 
     if _is_switched_off():
         return False
@@ -43,7 +48,9 @@ def apply(*, max_plans=None):
     from ninetoothed_patches import materializer
 
     materializer.install(lambda: _bound(_max_plans))
-    _max_plans = bound
+
+    if max_plans is not None:
+        _max_plans = max_plans
 
     return True
 
@@ -51,7 +58,10 @@ def apply(*, max_plans=None):
 def revert():
     """Undo `apply()`, to the last attribute. Kernels made in between keep their plans, and go on working."""
 
+    global _max_plans
+
     materializer = sys.modules.get(f"{__name__}.materializer")
+    _max_plans = None
 
     if materializer is not None:
         materializer.uninstall()
@@ -87,15 +97,17 @@ def planned(handle, *, max_plans=None):
 
 
 def cache_info():
-    """What became of all calls of handles with plans that are alive: a `plan_cache.CacheInfo`.
+    """What became of all calls of handles with plans that are alive: a `counters.CacheInfo`.
 
     `hits`, `misses`, `evictions`, `plans` are numbers, `bypasses` maps a reason to a number, and `handles` has the same for
     each handle, by its kernel's name and a number.
     """
 
-    from ninetoothed_patches import plan_cache
+    plan_cache = sys.modules.get(f"{__name__}.plan_cache")
 
-    return plan_cache.total_info(_bound(_max_plans))
+    return counters.total(
+        {} if plan_cache is None else plan_cache.infos(), _bound(_max_plans)
+    )
 
 
 def clear_plans():

@@ -8,9 +8,10 @@ import ninetoothed
 from ninetoothed.tensor import Tensor
 
 from ninetoothed_patches import triton_abi
+from ninetoothed_patches.errors import UnsupportedVersionError
 from ninetoothed_patches.plan_cache import PlanCache
 
-SUPPORTED_NINETOOTHED = "0.26."
+SUPPORTED = "0.26"
 
 # As an attribute of the package, `ninetoothed.jit` is the function of that name.
 _jit_module = sys.modules[ninetoothed.jit.__module__]
@@ -22,14 +23,21 @@ def check():
     """Raise `UnsupportedVersionError` unless NineToothed and Triton are ones that are known."""
 
     version = importlib.metadata.version("ninetoothed")
+    found = f"found NineToothed {version} and Triton {triton_abi.version()}"
 
-    if not version.startswith(SUPPORTED_NINETOOTHED):
-        raise triton_abi.UnsupportedVersionError(
-            f"found NineToothed {version} with Triton {triton_abi.triton.__version__}; launch plans need NineToothed "
-            f"{SUPPORTED_NINETOOTHED}*."
+    if not version.startswith(f"{SUPPORTED}.") or not triton_abi.version_is_supported(
+        triton_abi.version()
+    ):
+        raise UnsupportedVersionError(
+            f"{found}; launch plans need NineToothed {SUPPORTED} and Triton {triton_abi.SUPPORTED}."
         )
 
-    triton_abi.check()
+    missing = triton_abi.missing_features()
+
+    if missing:
+        raise UnsupportedVersionError(
+            f"{found}, without {', '.join(missing)}: this is not the launch path that plans were written for."
+        )
 
 
 def install(max_plans):

@@ -1,7 +1,6 @@
 """The plans of one handle: found, made, counted, bounded, dropped. One control flow for plain and auto-tuned kernels."""
 
 import collections
-import dataclasses
 import heapq
 import itertools
 import operator
@@ -20,6 +19,7 @@ from ninetoothed_patches.call_key import (
     compile_function,
     tensor_guard,
 )
+from ninetoothed_patches.counters import CacheInfo
 from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 
 # How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
@@ -72,28 +72,6 @@ and (
                     and {name} == plan.scalars[{position}]
                     and {name}
                 )"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheInfo:
-    """What became of the calls so far.
-
-    :param hits: Calls that were launched from a plan.
-    :param misses: Calls that went the ordinary way, and from which a plan was made (unless they raised).
-    :param bypasses: Calls that went the ordinary way because a plan could not be proved the same, by reason.
-    :param evictions: Plans that had to go because the cache was full.
-    :param plans: How many plans are held now.
-    :param bound: How many a handle may hold.
-    :param handles: The same for each handle, by the kernel's name and a number.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    bypasses: dict = dataclasses.field(default_factory=dict)
-    evictions: int = 0
-    plans: int = 0
-    bound: int | None = None
-    handles: dict = dataclasses.field(default_factory=dict)
 
 
 class PlanCache:
@@ -549,29 +527,16 @@ def caches():
     return list(_CACHES)
 
 
-def total_info(bound):
-    """The sum over all handles that are alive, and each of them by name."""
+def infos():
+    """What became of the calls of each handle that is alive, by the kernel's name and a number."""
 
-    handles, names, bypasses = {}, collections.Counter(), collections.Counter()
+    named, names = {}, collections.Counter()
 
     for cache in sorted(caches(), key=operator.attrgetter("number")):
         names[cache.name] += 1
-        info = cache.info()
-        handles[f"{cache.name}#{names[cache.name]}"] = info
-        bypasses.update(info.bypasses)
+        named[f"{cache.name}#{names[cache.name]}"] = cache.info()
 
-    def total(counter):
-        return sum(getattr(info, counter) for info in handles.values())
-
-    return CacheInfo(
-        hits=total("hits"),
-        misses=total("misses"),
-        bypasses=dict(bypasses),
-        evictions=total("evictions"),
-        plans=total("plans"),
-        bound=bound,
-        handles=handles,
-    )
+    return named
 
 
 def _after_fork_in_child():

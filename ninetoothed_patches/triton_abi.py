@@ -19,24 +19,17 @@ from triton.runtime import driver as driver_config
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-OLDEST_TRITON, NEWEST_TRITON = (3, 2), (3, 9)
+OLDEST, NEWEST = (3, 2), (3, 9)
+
+SUPPORTED = "3.2 to 3.9"
 
 
-class UnsupportedVersionError(RuntimeError):
-    """This Triton or this NineToothed is not one whose launch path is known."""
+def version_is_supported(version):
+    """Whether `version` is a Triton whose launch path is known. A local or post release is the release it is made of."""
 
+    match = re.match(r"(\d+)\.(\d+)\.", version)
 
-def check_version(version):
-    """Raise `UnsupportedVersionError` unless `version` is a Triton that is supported."""
-
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = match and (int(match[1]), int(match[2]))
-
-    if not found or not OLDEST_TRITON <= found <= NEWEST_TRITON:
-        raise UnsupportedVersionError(
-            f"found Triton {version}; launch plans need Triton "
-            f"{'.'.join(map(str, OLDEST_TRITON))} to {'.'.join(map(str, NEWEST_TRITON))}."
-        )
+    return bool(match) and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,10 +114,8 @@ def _store_attribute():
     )
 
 
-def check():
-    """Raise `UnsupportedVersionError` unless this Triton is supported and has all that a plan relies on."""
-
-    check_version(triton.__version__)
+def missing_features():
+    """What plans rely on and this Triton lacks, by name."""
 
     missing = []
 
@@ -153,20 +144,21 @@ def check():
     if hasattr(knobs, "HookChain") and not hasattr(knobs.HookChain(), "calls"):
         missing.append("HookChain.calls")
 
-    if not hasattr(driver_config, "active"):
+    # Not `hasattr`: as a property it would look for a GPU.
+    if "active" not in vars(type(driver_config)) | vars(driver_config):
         missing.append("driver.active")
 
-    if missing:
-        raise UnsupportedVersionError(
-            f"Triton {triton.__version__} has no {', no '.join(missing)}: its launch path is not the one that "
-            "launch plans were written for."
-        )
+    return missing
 
 
 def is_compiled(kernel):
     """Whether `kernel` is compiled; otherwise it was made while Triton's interpreter was on."""
 
     return isinstance(kernel, JITFunction)
+
+
+def version():
+    return triton.__version__
 
 
 def active_driver():

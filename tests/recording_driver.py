@@ -97,6 +97,8 @@ class RecordingDriver:
         self._target = target
         self._load = load
         self.unloaded = []
+        # How many threads any kernel may have.
+        self.max_threads = 1024
         # Raised instead of benchmarking, if it is set.
         self.benchmark_error = None
         self.utils = types.SimpleNamespace(
@@ -173,7 +175,7 @@ class RecordingDriver:
 
         function = zlib.crc32(kernel + name.encode() + bytes([device]))
         # Module, function, registers, spills, and from 3.4 on the most threads.
-        loaded = (RecordedModule(self, function), function, 32, 0, 1024)
+        loaded = (RecordedModule(self, function), function, 32, 0, self.max_threads)
 
         return loaded if _loads_five() else loaded[:4]
 
