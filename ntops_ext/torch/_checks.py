@@ -1,0 +1,149 @@
+"""Checks of arguments. Each raises an error that names the argument, or says nothing."""
+
+import numpy as np
+import torch
+
+FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_tensor(name, value):
+    """Refuse what is not a tensor whose memory holds its elements.
+
+    :raises TypeError: If `value` is not a tensor, or a sparse one.
+    :raises ValueError: If it is a lazily negated view.
+    """
+
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
+
+    if value.layout is not torch.strided:
+        raise TypeError(
+            f"`{name}` must be a dense (strided) tensor, but its layout is"
+            f" {value.layout}."
+        )
+
+    if value.is_neg():
+        raise ValueError(
+            f"`{name}` is a view whose elements are negated when PyTorch reads them (such"
+            f" as the imaginary part of a conjugate): pass `{name}.resolve_neg()`."
+        )
+
+
+def check_dtype(name, tensor, allowed):
+    """:raises TypeError: If the dtype of `tensor` is not one of `allowed`."""
+
+    if tensor.dtype not in allowed:
+        raise TypeError(
+            f"`{name}` must be of {_either(allowed)}, but is of {tensor.dtype}."
+        )
+
+
+def check_device(name, tensor, reference_name, reference):
+    """:raises ValueError: If `tensor` lies on another device than `reference`."""
+
+    if tensor.device != reference.device:
+        raise ValueError(
+            f"`{name}` must be on the device of `{reference_name}`"
+            f" ({reference.device}), but is on {tensor.device}."
+        )
+
+
+def check_shape(name, tensor, expected, meaning):
+    """:raises ValueError: If `tensor` has another shape than `expected`.
+
+    :param meaning: What the expected shape is, for the message: "the shape of `input`".
+    """
+
+    if tensor.shape != expected:
+        raise ValueError(
+            f"`{name}` must have {meaning}, {tuple(expected)}, but has shape"
+            f" {tuple(tensor.shape)}."
+        )
+
+
+def check_no_self_overlap(name, tensor):
+    """:raises ValueError: If two elements of `tensor` may share memory."""
+
+    extent = 0
+
+    for stride, size in sorted(
+        (abs(stride), size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1
+    ):
+        if stride <= extent:
+            raise ValueError(
+                f"`{name}` is written, so no two of its elements may share memory, but"
+                f" it has shape {tuple(tensor.shape)} and strides {tensor.stride()}."
+            )
+
+        extent += stride * (size - 1)
+
+
+def overlap(first, second):
+    """Whether two tensors have a byte of memory in common. Exact, not by extents."""
+
+    if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
+        return False
+
+    first_start, first_end = _extent(first)
+    second_start, second_end = _extent(second)
+
+    if first_end <= second_start or second_end <= first_start:
+        return False
+
+    return np.shares_memory(_addresses(first), _addresses(second))
+
+
+def is_same_view(first, second):
+    """Whether two tensors are the same elements of memory in the same order."""
+
+    return (
+        first.data_ptr() == second.data_ptr()
+        and first.dtype == second.dtype
+        and first.shape == second.shape
+        and all(
+            first_stride == second_stride
+            for first_stride, second_stride, size in zip(
+                first.stride(), second.stride(), first.shape, strict=True
+            )
+            if size > 1
+        )
+    )
+
+
+def _either(values):
+    *others, last = [str(value) for value in values]
+
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _extent(tensor):
+    """The first byte of `tensor` and the byte behind its last."""
+
+    start = tensor.data_ptr()
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+    return start, start + (last + 1) * tensor.element_size()
+
+
+class _Addresses:
+    """An array over a tensor's addresses, on whichever device. Never read through."""
+
+    def __init__(self, tensor):
+        item_size = tensor.element_size()
+
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{item_size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * item_size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def _addresses(tensor):
+    return np.asarray(_Addresses(tensor))

@@ -1,0 +1,40 @@
+"""Where an operator runs: on which device, as a kernel or as its definition."""
+
+import torch
+
+
+def runs_kernel(tensor):
+    """Whether operators run their NineToothed kernel on `tensor`'s device.
+
+    A CPU tensor does so under Triton's interpreter only (`TRITON_INTERPRET=1`), and is
+    computed by the definition in `ntops_ext.reference` otherwise.
+    """
+
+    if tensor.device.type != "cpu":
+        return True
+
+    from ninetoothed_patches import host_driver
+
+    return host_driver.interpreter_is_on()
+
+
+def launch(handle, device, *args):
+    """Call a handle on `device`, whichever device is current.
+
+    Triton launches on the current device, not on that of the tensors it is given.
+    """
+
+    if device.type == "cpu":
+        handle(*args)
+
+        return
+
+    module = torch.get_device_module(device)
+
+    if module.current_device() == device.index:
+        handle(*args)
+
+        return
+
+    with module.device(device):
+        handle(*args)
