@@ -149,7 +149,7 @@ def test_nothing_is_evicted_during_a_capture():
 
     assert pair.planned.cache_info().evictions == evictions
 
-    for x, o in tensors:
+    for x, _ in tensors:
         x.fill_(4.0)
 
     graph.replay()
