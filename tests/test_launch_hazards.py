@@ -310,6 +310,8 @@ def test_a_call_that_fails_keeps_its_tensors_no_longer_than_its_error(driver):
     with pytest.raises(ValueError, match="cannot be accessed"):
         handle(*tensors, 2.0)
 
+    # Its traceback holds the call's frames.
+    driver.launch_error = None
     del tensors
     driver.clear()
     gc.collect()
