@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import platform
 import subprocess
@@ -45,7 +46,10 @@ def print_environment(environment):
 
 
 def _commit():
-    return _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
+    # A copy of the sources without their history can be told which commit it is.
+    return os.environ.get("SOURCE_COMMIT") or _output(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    )
 
 
 def _driver():
