@@ -11,7 +11,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-PACKAGES = ("torch", "triton", "ninetoothed", "ntops-ext")
+PACKAGES = ("triton", "ninetoothed", "ntops-ext")
 
 
 def describe_environment():
@@ -21,6 +21,8 @@ def describe_environment():
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "commit": _commit(),
+        # With the build, which the distribution's version leaves out.
+        "torch": torch.__version__,
     }
 
     for package in PACKAGES:
