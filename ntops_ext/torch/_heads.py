@@ -1,0 +1,219 @@
+"""What `qk_norm_rope` and `qk_norm_rope_pack_` share: checks of heads, tables and weights."""
+
+import math
+import numbers
+
+import torch
+
+from ntops_ext.torch import _checks
+from ntops_ext.torch._chunks import Rows
+
+# A program that meets more layouts than this forgets all of them and checks anew.
+MAX_LAYOUTS = 4096
+
+_STRIDED = torch.strided
+
+
+def layout_key(names, tensors):
+    """What decides every check but those of addresses, modes and lazy views.
+
+    :param tensors: The arguments called `names`; only those that may be absent are `None`.
+    :raises TypeError: If one is not a dense tensor.
+    """
+
+    key = []
+
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            key.append(None)
+
+            continue
+
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not _STRIDED:
+            _checks.check_tensor(name, tensor)
+
+        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    return tuple(key)
+
+
+def check_heads(name, tensor, like_name=None, like=None):
+    """Rank, dtype and device of `(batch, tokens, heads, head_dim)`.
+
+    :raises TypeError: If the dtype is not one of an operator, or not that of `like`.
+    :raises ValueError: If the rank, the device or the layout of a token's heads is wrong.
+    """
+
+    if like is None:
+        _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
+    else:
+        check_like(name, tensor, like_name, like)
+
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"`{name}` must have four dimensions, (batch, tokens, heads, head_dim), but has"
+            f" shape {tuple(tensor.shape)}."
+        )
+
+    if tensor.device.type == "meta":
+        raise ValueError(f"`{name}` must have data, but is on the device meta.")
+
+
+def check_like(name, tensor, like_name, like):
+    """:raises TypeError: If the dtype differs, :raises ValueError: if the device does."""
+
+    if tensor.dtype != like.dtype:
+        raise TypeError(
+            f"`{name}` must be of the dtype of `{like_name}`, {like.dtype}, but is of"
+            f" {tensor.dtype}."
+        )
+
+    _checks.check_device(name, tensor, like_name, like)
+
+
+def check_head_dim(name, tensor):
+    """:raises ValueError: If heads cannot be cut into pairs."""
+
+    head_dim = tensor.shape[3]
+
+    if head_dim == 0 or head_dim % 2:
+        raise ValueError(
+            f"`{name}` must have heads of an even width, but has shape"
+            f" {tuple(tensor.shape)}."
+        )
+
+
+def check_dense_heads(name, tensor):
+    """:raises ValueError: If the heads of a token do not follow one another densely."""
+
+    if tensor.numel() == 0:
+        return
+
+    _, _, num_heads, head_dim = tensor.shape
+    _, _, head_stride, stride = tensor.stride()
+
+    if stride != 1 or (num_heads > 1 and head_stride != head_dim):
+        raise ValueError(
+            f"`{name}` must hold the heads of a token densely, with strides"
+            f" (any, any, {head_dim}, 1), but has shape {tuple(tensor.shape)} and strides"
+            f" {tensor.stride()}."
+        )
+
+
+def check_weight(name, weight, like_name, like):
+    """:raises TypeError, ValueError: If it is not `(head_dim,)` of the heads' dtype."""
+
+    check_like(name, weight, like_name, like)
+    _checks.check_shape(
+        name, weight, like.shape[3:], f"the width of `{like_name}`'s heads"
+    )
+
+
+def check_rope(rope, like_name, like):
+    """:raises TypeError: If the table is not complex64.
+    :raises ValueError: If it is not a dense-rowed `(tokens, head_dim / 2)`, or elsewhere.
+    """
+
+    if rope.dtype != torch.complex64:
+        raise TypeError(
+            f"`rope` must be of torch.complex64, cosine + i sine, but is of {rope.dtype}."
+        )
+
+    _checks.check_device("rope", rope, like_name, like)
+    expected = (like.shape[1], like.shape[3] // 2)
+
+    if rope.ndim != 2:
+        raise ValueError(
+            f"`rope` must have two dimensions, (tokens, head_dim / 2) = {expected}, but has"
+            f" shape {tuple(rope.shape)}."
+        )
+
+    _checks.check_shape("rope", rope, expected, "(tokens, head_dim / 2)")
+
+    if rope.shape[1] > 1 and rope.numel() and rope.stride(1) != 1:
+        raise ValueError(
+            f"`rope` must have dense rows, but has strides {rope.stride()}."
+        )
+
+
+def check_eps(eps):
+    """:raises TypeError, ValueError: If it is not a finite number that is not negative."""
+
+    if type(eps) is float and 0.0 <= eps < math.inf:
+        return eps
+
+    # `bool` is a number to Python, and a mistake here.
+    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
+        raise TypeError(f"`eps` must be a number, but is a {type(eps).__name__}.")
+
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"`eps` must be finite and not negative, but is {eps!r}.")
+
+    return float(eps)
+
+
+def check_not_lazy(names, tensors):
+    """:raises ValueError: If a tensor's memory does not hold its values.
+
+    A conjugate or a negative is a bit of the tensor object, and no part of its layout.
+    """
+
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            continue
+
+        if tensor.is_conj():
+            raise ValueError(
+                f"`{name}` is a lazy conjugate: pass `{name}.resolve_conj()`."
+            )
+
+        if tensor.is_neg():
+            raise ValueError(
+                f"`{name}` is a lazy negative: pass `{name}.resolve_neg()`."
+            )
+
+
+def rows_of(tensor):
+    """The rows of one tensor of heads, for `plan_chunks`."""
+
+    batch_stride, row_stride = tensor.stride()[:2]
+    num_heads, head_dim = tensor.shape[2:]
+
+    return Rows(
+        batch_stride if tensor.shape[0] > 1 else 0,
+        row_stride if tensor.shape[1] > 1 else 0,
+        tensor.shape[1],
+        max(num_heads * head_dim - 1, 0),
+    )
+
+
+def rows_of_table(rope):
+    """The rows of the table's real view."""
+
+    return Rows(
+        0,
+        2 * rope.stride(0) if rope.shape[0] > 1 else 0,
+        rope.shape[0],
+        max(2 * rope.shape[1] - 1, 0),
+    )
+
+
+def real_view(rope):
+    """The table as float32 of `(tokens, head_dim)`: cosines and sines alternate."""
+
+    if rope.shape[1] == 1:
+        # The stride of a dimension of size one says nothing, but `view` insists on it.
+        return torch.view_as_real(rope).squeeze(1)
+
+    return rope.view(torch.float32)
+
+
+def mark_as_written(*tensors):
+    """Tell autograd, which sees no kernel of ours, that tensors were written.
+
+    A value that it has saved for a backward pass is then reported, not used.
+    """
+
+    torch.autograd.graph.increment_version(
+        [tensor for tensor in tensors if not tensor.is_inference()]
+    )
