@@ -113,3 +113,23 @@ def _halve(terms):
     half = terms.shape[-1] // 2
 
     return terms[..., :half] + terms[..., half:]
+
+
+def rotation_error(actual, expected):
+    """The largest distance of two results of `qk_norm_rope`, in units of their dtype.
+
+    The unit is that of the length of the pair that an element belongs to: a rotation mixes
+    the roundings of both, and its parts may cancel. NaN is at no distance from NaN.
+    """
+
+    if actual.numel() == 0:
+        return 0.0
+
+    actual, wanted = actual.double(), expected.double()
+    lengths = torch.linalg.vector_norm(wanted.unflatten(-1, (-1, 2)), dim=-1)
+    unit = torch.finfo(expected.dtype).eps * lengths.repeat_interleave(2, -1)
+    smallest = torch.finfo(expected.dtype).smallest_normal
+    distances = (actual - wanted).abs() / unit.clamp_min(smallest)
+    is_equal = (actual == wanted) | (actual.isnan() & wanted.isnan())
+
+    return torch.where(is_equal, 0.0, distances).max().item()
