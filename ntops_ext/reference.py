@@ -13,7 +13,7 @@ def qk_norm_rope(input, weight, rope, eps=1e-6):
     :param input: `(batch, tokens, heads, head_dim)`, float16, bfloat16 or float32.
     :param weight: `(head_dim,)`, of the input's dtype.
     :param rope: `(tokens, head_dim / 2)`, complex64.
-    :return: A tensor of the input's shape and dtype.
+    :return: A contiguous tensor of the input's shape and dtype.
     """
 
     wide = input.float()
@@ -23,7 +23,7 @@ def qk_norm_rope(input, weight, rope, eps=1e-6):
     pairs = torch.view_as_complex(weighted.float().unflatten(-1, (-1, 2)))
     rotated = pairs * rope[:, None, :]
 
-    return torch.view_as_real(rotated).flatten(-2).to(input.dtype)
+    return torch.view_as_real(rotated).flatten(-2).to(input.dtype).contiguous()
 
 
 def qk_norm_rope_in_float64(input, weight, rope, eps=1e-6):

@@ -5,7 +5,9 @@ complex multiplication it rounds; both depend on its release and on what compile
 both are observed, and then the kernel itself is compared with the chain.
 """
 
+import contextlib
 import dataclasses
+import functools
 import threading
 import warnings
 
@@ -92,12 +94,7 @@ class RoundingCache:
         return self._found[key]
 
     def _find(self, device, dtype, head_dim):
-        # The caller's modes must not reach in: gradients, autocast, inference tensors.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
+        with _no_modes(device):
             rounding = observe(device, head_dim)
 
             if rounding.is_reproduced:
@@ -127,6 +124,17 @@ class RoundingCache:
                 )
 
         return rounding
+
+
+@contextlib.contextmanager
+def _no_modes(device):
+    # What the caller has switched on must not reach in.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
 
 
 def default_rounding(head_dim, reason):
@@ -165,16 +173,19 @@ def candidate_orders(head_dim):
     ]
 
 
-def observe(device, head_dim):
-    """What `torch.mean` and the complex multiplication do, without any kernel of ours."""
+def _mean(rows):
+    return rows.mean(-1)
 
+
+def observe(device, head_dim, mean=_mean, multiply=torch.mul):
+    """What PyTorch's mean and complex multiplication do, without any kernel of ours."""
+
+    observe_rows = functools.partial(observe_order, device, head_dim, mean=mean)
     orders = {
-        "fewer than 16 heads": observe_order(
-            device, head_dim, num_rows=8, num_calls=16
-        ),
-        "16 heads and more": observe_order(device, head_dim, num_rows=128, num_calls=1),
+        "fewer than 16 heads": observe_rows(num_rows=8, num_calls=16),
+        "16 heads and more": observe_rows(num_rows=128, num_calls=1),
     }
-    parts = observe_products(device, head_dim)
+    parts = observe_products(device, head_dim, multiply)
     unknown = [
         f"the order of the mean of {rows}" for rows in orders if not orders[rows]
     ]
@@ -191,8 +202,8 @@ def observe(device, head_dim):
     )
 
 
-def observe_order(device, head_dim, *, num_rows, num_calls):
-    """The order in which `torch.mean` adds rows of this width, or `None` if unknown.
+def observe_order(device, head_dim, *, num_rows, num_calls, mean=_mean):
+    """The order in which `mean` adds rows of this width, or `None` if unknown.
 
     128 rows in all: two orders agree on all of them with a probability of 1e-10.
     """
@@ -200,7 +211,7 @@ def observe_order(device, head_dim, *, num_rows, num_calls):
     terms = torch.rand(
         (num_calls, num_rows, head_dim), generator=_generator(device), device=device
     )
-    means = torch.stack([rows.mean(-1) for rows in terms])
+    means = torch.stack([mean(rows) for rows in terms])
 
     for order in candidate_orders(head_dim):
         expected = reference.sum_in_order(terms, order) * (1 / head_dim)
@@ -211,8 +222,8 @@ def observe_order(device, head_dim, *, num_rows, num_calls):
     return None
 
 
-def observe_products(device, head_dim):
-    """Which product of each part of a complex multiplication PyTorch does not round.
+def observe_products(device, head_dim, multiply=torch.mul):
+    """Which product of each part of a complex number `multiply` does not round.
 
     :return: `"real"` and `"imaginary"` -> the product's name, or `None` if both are rounded
         or different kernels of PyTorch disagree.
@@ -230,7 +241,9 @@ def observe_products(device, head_dim):
     extremes = torch.stack(
         [
             torch.stack(
-                getattr(_product(left, right, shape, head_dim, device), part).aminmax()
+                getattr(
+                    multiply(*_factors(left, right, shape, head_dim, device)), part
+                ).aminmax()
             )
             for left, right, part in probes.values()
             for shape in _BROADCASTS
@@ -250,7 +263,7 @@ def observe_products(device, head_dim):
     }
 
 
-def _product(left, right, shape, head_dim, device):
+def _factors(left, right, shape, head_dim, device):
     pairs = torch.full(
         (*shape, head_dim // 2), left, dtype=torch.complex64, device=device
     )
@@ -258,7 +271,7 @@ def _product(left, right, shape, head_dim, device):
         (shape[1], head_dim // 2), right, dtype=torch.complex64, device=device
     )
 
-    return pairs * table[:, None, :]
+    return pairs, table[:, None, :]
 
 
 def _only(is_seen, first, second):

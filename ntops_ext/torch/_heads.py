@@ -13,18 +13,20 @@ MAX_LAYOUTS = 4096
 
 _STRIDED = torch.strided
 
+_MAY_BE_ABSENT = frozenset({"k_src", "out", "v_src"})
+
 
 def layout_key(names, tensors):
     """What decides every check but those of addresses, modes and lazy views.
 
-    :param tensors: The arguments called `names`; only those that may be absent are `None`.
-    :raises TypeError: If one is not a dense tensor.
+    :param tensors: The arguments called `names`.
+    :raises TypeError: If one is not a dense tensor, and not absent where it may be.
     """
 
     key = []
 
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor is None:
+        if tensor is None and name in _MAY_BE_ABSENT:
             key.append(None)
 
             continue
