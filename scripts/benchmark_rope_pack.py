@@ -153,8 +153,8 @@ class _launch_choice:
         from ntops_ext import configs
 
         heads_per_program, num_warps = self._choice
-        self._chooser = configs.choose_qk_norm_rope
-        configs.choose_qk_norm_rope = lambda **_: configs.QkNormRopeConfig(
+        self._chooser = configs.qk_norm_rope_config
+        configs.qk_norm_rope_config = lambda **_: configs.QKNormRopeConfig(
             heads_per_program=heads_per_program,
             kv_heads_per_program=heads_per_program,
             num_warps=num_warps,
@@ -166,7 +166,7 @@ class _launch_choice:
     def __exit__(self, *_):
         from ntops_ext import configs
 
-        configs.choose_qk_norm_rope = self._chooser
+        configs.qk_norm_rope_config = self._chooser
         _forget_layouts()
 
 

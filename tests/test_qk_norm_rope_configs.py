@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntops_ext.configs import QkNormRopeConfig, choose_qk_norm_rope, next_power_of_2
+from ntops_ext.configs import QKNormRopeConfig, next_power_of_2, qk_norm_rope_config
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ from ntops_ext.configs import QkNormRopeConfig, choose_qk_norm_rope, next_power_
 def test_choices(heads, kv_heads, head_dim, item_size, expected):
     """2 KiB of a tensor a warp; of grouped queries, K no narrower than can be helped."""
 
-    config = choose_qk_norm_rope(
+    config = qk_norm_rope_config(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, item_size=item_size
     )
 
-    assert config == QkNormRopeConfig(
+    assert config == QKNormRopeConfig(
         heads_per_program=expected[0],
         kv_heads_per_program=expected[1],
         num_warps=expected[2],
@@ -49,7 +49,7 @@ def test_choices_are_such_that_every_head_has_a_program(
 ):
     """Powers of two, so that Q and K are covered by one number of blocks, not twice."""
 
-    config = choose_qk_norm_rope(
+    config = qk_norm_rope_config(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, item_size=item_size
     )
     owned = (config.heads_per_program, config.kv_heads_per_program, config.num_warps)

@@ -9,7 +9,7 @@ from rope_inputs import make_pack
 
 from ninetoothed_patches import host_driver
 from ntops_ext._handles import make_handle
-from ntops_ext.configs import choose_qk_norm_rope
+from ntops_ext.configs import qk_norm_rope_config
 from ntops_ext.kernels import _heads, qk_norm_rope, qk_norm_rope_pack
 
 TARGETS = ["sm_80", "sm_90", "sm_100"]
@@ -28,7 +28,7 @@ def compile_pack(target, *, sources="", order=VECTORS, **shape):
     num_heads, head_dim = inputs.q.shape[2:]
     num_kv_heads = inputs.k_out.shape[2]
     item_size = inputs.q.element_size()
-    config = choose_qk_norm_rope(
+    config = qk_norm_rope_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -62,7 +62,7 @@ def compile_one(target, *, order=VECTORS, **shape):
     inputs = make_pack(**{"tokens": 32, "heads": 32, **shape})
     num_heads, head_dim = inputs.q.shape[2:]
     item_size = inputs.q.element_size()
-    config = choose_qk_norm_rope(
+    config = qk_norm_rope_config(
         num_heads=num_heads, num_kv_heads=0, head_dim=head_dim, item_size=item_size
     )
     handle = make_handle(

@@ -1,5 +1,3 @@
-"""The kernels, one a module: arrangement, application, premake."""
+from ntops_ext.kernels import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack
 
-from ntops_ext.kernels import qk_norm_rope, qk_norm_rope_pack
-
-__all__ = ["qk_norm_rope", "qk_norm_rope_pack"]
+__all__ = ["gated_rms_norm", "qk_norm_rope", "qk_norm_rope_pack"]

@@ -7,7 +7,11 @@ FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tensor(name, value):
-    """:raises TypeError: If `value` is not a dense, materialised tensor."""
+    """Refuse what is not a tensor whose memory holds its elements.
+
+    :raises TypeError: If `value` is not a tensor, or a sparse one.
+    :raises ValueError: If it is a lazily negated view.
+    """
 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
@@ -16,6 +20,12 @@ def check_tensor(name, value):
         raise TypeError(
             f"`{name}` must be a dense (strided) tensor, but its layout is"
             f" {value.layout}."
+        )
+
+    if value.is_neg():
+        raise ValueError(
+            f"`{name}` is a view whose elements are negated when PyTorch reads them (such"
+            f" as the imaginary part of a conjugate): pass `{name}.resolve_neg()`."
         )
 
 

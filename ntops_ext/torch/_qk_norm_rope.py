@@ -138,7 +138,7 @@ def _run(handle, chunks, input, output, weight, rope, eps):
 def _make_handle(input, rounding):
     kernels = import_kernels()
     batch, tokens, num_heads, head_dim = input.shape
-    config = configs.choose_qk_norm_rope(
+    config = configs.qk_norm_rope_config(
         num_heads=num_heads,
         num_kv_heads=0,
         head_dim=head_dim,

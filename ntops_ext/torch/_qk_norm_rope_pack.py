@@ -323,7 +323,7 @@ def _make_handle(q, k_out, k_src, v_src):
     batch, tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_out.shape[2]
     rounding = eager_roundings.get(q.device, q.dtype, head_dim)
-    config = configs.choose_qk_norm_rope(
+    config = configs.qk_norm_rope_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -151,12 +151,12 @@ def launch_as(monkeypatch):
     """Let the operators launch with a named choice."""
 
     def choose(heads_per_program, kv_heads_per_program, num_warps=1):
-        config = configs.QkNormRopeConfig(
+        config = configs.QKNormRopeConfig(
             heads_per_program=heads_per_program,
             kv_heads_per_program=kv_heads_per_program,
             num_warps=num_warps,
         )
-        monkeypatch.setattr(configs, "choose_qk_norm_rope", lambda **_: config)
+        monkeypatch.setattr(configs, "qk_norm_rope_config", lambda **_: config)
         forget_layouts()
 
     yield choose

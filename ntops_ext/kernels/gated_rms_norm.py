@@ -1,0 +1,321 @@
+"""RMSNorm over groups of columns, with a gate before or after it.
+
+A row of N columns is N / D groups of D. All arithmetic is in float32, with one rounding,
+at the store. No bit of a result depends on the number of warps, on the rows of a program
+or on strides: squares are added by a tree whose every step adds two numbers, and where a
+sum follows a product, an `fma` fixes how they round.
+"""
+
+import functools
+
+import ninetoothed
+import ninetoothed.language as ntl
+from ninetoothed import Tensor
+
+# What `activation` stands for in the kernels.
+NO_GATE, SILU, SIGMOID = range(3)
+
+
+def arrangement(*tensors, row_tile, group_size, columns_per_piece):
+    """One program takes one group of a block of rows.
+
+    It sees of a tensor a tile of (rows, columns), of a parameter one of (columns,); where
+    a group is read piece by piece, lists of such tiles.
+
+    :param tensors: `input`, then tensors of its shape `(*rows, N)`, parameters of shape
+        `(N,)`, and scalars, in any order.
+    :param row_tile: The rows of a program along each of the row dimensions.
+    :param group_size: D.
+    :param columns_per_piece: D, or less where a group is read piece by piece.
+    """
+
+    row_grid = tensors[0].tile((*row_tile, group_size)).shape[:-1]
+    num_row_dims = len(row_tile)
+
+    def arrange_rows(tensor):
+        arranged = tensor.tile((*row_tile, group_size))
+
+        if columns_per_piece < group_size:
+            pieces = arranged.dtype.tile((*row_tile, columns_per_piece))
+
+            for _ in row_tile:
+                pieces = pieces.squeeze(0)
+
+            arranged.dtype = pieces
+
+        if num_row_dims > 1:
+            parent = arranged.dtype if columns_per_piece < group_size else arranged
+            parent.dtype = parent.dtype.flatten(0, num_row_dims)
+
+        return arranged
+
+    def arrange_parameter(tensor):
+        arranged = tensor.tile((group_size,))
+
+        for _ in row_tile:
+            arranged = arranged.unsqueeze(0)
+
+        arranged = arranged.expand((*row_grid, -1))
+
+        if columns_per_piece < group_size:
+            arranged.dtype = arranged.dtype.tile((columns_per_piece,))
+
+        return arranged
+
+    def arrange(tensor):
+        if tensor.ndim == 0:
+            return tensor
+
+        return arrange_parameter(tensor) if tensor.ndim == 1 else arrange_rows(tensor)
+
+    return tuple(arrange(tensor) for tensor in tensors)
+
+
+def _exp(exponent):
+    # `exp` in float32 to one unit in the last place: 2 to the nearest whole power, times
+    # a polynomial (Taylor's) of the rest. Triton's own rounds `exponent * log2(e)`, which
+    # costs up to `exponent` units.
+    bounded = ntl.where(exponent > 90.0, 90.0, exponent)
+    bounded = ntl.where(bounded < -110.0, -110.0, bounded)
+    power = ntl.floor(ntl.fma(bounded, 1.4426950408889634, 0.5))
+    # ln(2) in two parts; the products with the first are exact.
+    rest = ntl.fma(power, -0.693145751953125, bounded)
+    rest = ntl.fma(power, -1.428606765330187e-06, rest)
+    series = ntl.fma(rest, 1.0 / 5040.0, 1.0 / 720.0)
+    series = ntl.fma(series, rest, 1.0 / 120.0)
+    series = ntl.fma(series, rest, 1.0 / 24.0)
+    series = ntl.fma(series, rest, 1.0 / 6.0)
+    series = ntl.fma(series, rest, 0.5)
+    series = ntl.fma(series, rest, 1.0)
+    series = ntl.fma(series, rest, 1.0)
+
+    return series * ntl.exp2(power)
+
+
+def _activate(gate_value, activation, is_float32):
+    # silu(z) = z / (1 + exp(-z)), sigmoid(z) = 1 / (1 + exp(-z)).
+    numerator = gate_value
+
+    if activation == 2:
+        numerator = ntl.full(gate_value.shape, 1.0, ntl.float32)
+
+    if is_float32:
+        precise_exponential = _exp(-gate_value)
+        activated = ntl.div_rn(numerator, 1.0 + precise_exponential)
+    else:
+        activated = numerator / (1.0 + ntl.exp(-gate_value))
+
+    return activated
+
+
+def _sum_of_columns(terms):
+    # The sum along the second axis, whose length is a power of two, with that axis kept.
+    # Any order of these steps would do; this one suits a GPU. 8 neighbours lie in one
+    # thread (16 bytes of a 16-bit type); of the sums of 8, those 256 or more apart lie in
+    # one thread too (8 warps at most); those up to 16 apart in one warp.
+    partial = terms
+
+    for _ in ntl.static_range(3):
+        if partial.shape[1] > 1:
+            partial = ntl.sum(
+                ntl.reshape(partial, (partial.shape[0], partial.shape[1] // 2, 2)), 2
+            )
+
+    for _ in ntl.static_range(9):
+        if partial.shape[1] > 256:
+            partial = ntl.sum(
+                ntl.reshape(partial, (partial.shape[0], 2, partial.shape[1] // 2)), 1
+            )
+
+    if partial.shape[1] > 32:
+        lanes = ntl.reshape(partial, (partial.shape[0], partial.shape[1] // 32, 32))
+
+        for _ in ntl.static_range(5):
+            lanes = ntl.sum(
+                ntl.reshape(
+                    lanes, (lanes.shape[0], lanes.shape[1], 2, lanes.shape[2] // 2)
+                ),
+                2,
+            )
+
+        partial = ntl.reshape(lanes, (lanes.shape[0], lanes.shape[1]))
+
+    for _ in ntl.static_range(5):
+        if partial.shape[1] > 1:
+            partial = ntl.sum(
+                ntl.reshape(partial, (partial.shape[0], 2, partial.shape[1] // 2)), 1
+            )
+
+    return partial
+
+
+# In both applications each mention of a tensor is a load, so what is used twice is bound
+# to a name first; and no name is one of the functions above, whose source is pasted in.
+# An absent weight is the number 1, an absent bias -0, the one number that leaves every
+# other, +0 and -0 included, as it is when added.
+
+
+def gated_rms_norm_application(
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """The columns of a group are held: they are read once."""
+    value = ntl.cast(input, ntl.float32)
+
+    if activation != 0:
+        gate_loaded = ntl.cast(gate, ntl.float32)
+        factor = _activate(gate_loaded, activation, output.dtype == ntl.float32)
+
+        if norm_before_gate == 0:
+            value = value * factor
+
+    total = _sum_of_columns(ntl.fma(value, value, 0.0))
+    scale = ntl.rsqrt(ntl.fma(total, inverse_group_size, eps))
+    scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
+    result = ntl.fma(value * scale, scaled_weight, ntl.cast(bias, ntl.float32))
+
+    if activation != 0:
+        if norm_before_gate != 0:
+            result = result * factor
+
+    output = result  # noqa: F841
+
+
+def gated_rms_norm_by_pieces_application(
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """The columns of a group are read piece by piece, twice."""
+    terms = ntl.zeros(input.dtype.shape, ntl.float32)
+
+    for first_pass in range(input.shape[0]):
+        term = ntl.cast(input[first_pass], ntl.float32)
+
+        if activation != 0:
+            if norm_before_gate == 0:
+                term_gate = ntl.cast(gate[first_pass], ntl.float32)
+                term_factor = _activate(
+                    term_gate, activation, output.dtype.dtype == ntl.float32
+                )
+                term = term * term_factor
+
+        terms = ntl.fma(term, term, terms)
+
+    total = _sum_of_columns(terms)
+    scale = ntl.rsqrt(ntl.fma(total, inverse_group_size, eps))
+
+    for piece in range(input.shape[0]):
+        value = ntl.cast(input[piece], ntl.float32)
+
+        if activation != 0:
+            gate_loaded = ntl.cast(gate[piece], ntl.float32)
+            factor = _activate(
+                gate_loaded, activation, output.dtype.dtype == ntl.float32
+            )
+
+            if norm_before_gate == 0:
+                value = value * factor
+
+        scaled_weight = weight_offset + ntl.cast(weight[piece], ntl.float32)
+        result = ntl.fma(
+            value * scale, scaled_weight, ntl.cast(bias[piece], ntl.float32)
+        )
+
+        if activation != 0:
+            if norm_before_gate != 0:
+                result = result * factor
+
+        output[piece] = result
+
+
+def premake(
+    num_columns,
+    group_size,
+    *,
+    row_tile=(1,),
+    columns_per_piece=None,
+    gate=True,
+    weight=True,
+    bias=False,
+    activation=None,
+    norm_before_gate=None,
+    input_dtype=None,
+    gate_dtype=None,
+    weight_dtype=None,
+    bias_dtype=None,
+    output_dtype=None,
+):
+    """The arrangement, the application and the tensors of a gated RMSNorm.
+
+    The handle takes `input`, `gate`, `weight`, `bias`, `output`, then the scalars
+    `inverse_group_size` (1 / D), `eps`, `weight_offset`, `activation` and
+    `norm_before_gate` (0 or 1). What is absent is a number: any for a gate, 1.0 for a
+    weight (and 0.0 for its offset), -0.0 for a bias.
+
+    :param num_columns: N, the size of the last dimension.
+    :param group_size: D, which divides N.
+    :param row_tile: The rows of a program along each row dimension, powers of two.
+    :param columns_per_piece: A power of two, if a group is read piece by piece.
+    :param gate: Whether there is a gate; likewise `weight` and `bias`.
+    :param activation: `NO_GATE`, `SILU` or `SIGMOID`, for ahead-of-time compilation, which
+        compiles it in; likewise `norm_before_gate`.
+    :param input_dtype: For ahead-of-time compilation; likewise the other dtypes.
+    """
+
+    shape = (*(None for _ in row_tile), num_columns)
+
+    def rows(name, dtype, **options):
+        return Tensor(shape=shape, dtype=dtype, name=name, **options)
+
+    def parameter(name, dtype, is_present):
+        return Tensor(shape=shape[-1:] if is_present else (), dtype=dtype, name=name)
+
+    def scalar(name):
+        return Tensor(0, dtype=ninetoothed.float64, name=name)
+
+    def choice(name, value):
+        return Tensor(0, constexpr=True, value=value, name=name)
+
+    tensors = (
+        # Lanes behind the last column are added with the others: they must hold 0, and,
+        # where the gate comes first, so must the gate's.
+        rows("input", input_dtype, other=0),
+        rows("gate", gate_dtype, other=0) if gate else scalar("gate"),
+        parameter("weight", weight_dtype, weight),
+        parameter("bias", bias_dtype, bias),
+        rows("output", output_dtype),
+        scalar("inverse_group_size"),
+        scalar("eps"),
+        scalar("weight_offset"),
+        choice("activation", activation),
+        choice("norm_before_gate", norm_before_gate),
+    )
+
+    is_by_pieces = columns_per_piece is not None and columns_per_piece < group_size
+    arrangement_ = functools.partial(
+        arrangement,
+        row_tile=tuple(row_tile),
+        group_size=group_size,
+        columns_per_piece=columns_per_piece if is_by_pieces else group_size,
+    )
+
+    if is_by_pieces:
+        return arrangement_, gated_rms_norm_by_pieces_application, tensors
+
+    return arrangement_, gated_rms_norm_application, tensors

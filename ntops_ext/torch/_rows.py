@@ -1,0 +1,88 @@
+"""Tensors of rows, as the fewest dimensions that address them, in 32-bit offsets."""
+
+# Kernels compute offsets, in elements, in 32 bits.
+MAX_OFFSET = 2**31 - 1
+
+
+def merge_rows(tensors):
+    """The same tensors of one shape `(*rows, N)` with the fewest row dimensions.
+
+    Two row dimensions become one where every tensor's strides allow it. Nothing is copied;
+    at least one row dimension is left.
+    """
+
+    *row_sizes, num_columns = tensors[0].shape
+    all_strides = [tensor.stride() for tensor in tensors]
+
+    # From the innermost dimension outwards: sizes and, for each tensor, strides.
+    sizes, strides = [], []
+
+    for dim in range(len(row_sizes) - 1, -1, -1):
+        size = row_sizes[dim]
+        steps = [tensor_strides[dim] for tensor_strides in all_strides]
+
+        if size == 1:
+            continue
+
+        if sizes and all(
+            step == inner_step * sizes[-1]
+            for step, inner_step in zip(steps, strides[-1], strict=True)
+        ):
+            sizes[-1] *= size
+
+            continue
+
+        sizes.append(size)
+        strides.append(steps)
+
+    if not sizes:
+        # The stride of a dimension of one row means nothing; this is a dense row's.
+        sizes, strides = [1], [[num_columns] * len(tensors)]
+
+    shape = (*reversed(sizes), num_columns)
+
+    return [
+        tensor.as_strided(
+            shape, (*(steps[index] for steps in reversed(strides)), tensor.stride(-1))
+        )
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def split_rows(tensors, max_offset=MAX_OFFSET):
+    """Yield the tensors, split along rows so that no offset is beyond `max_offset`.
+
+    Rows are independent, so each part can be computed on its own.
+    """
+
+    if all(_last_offset(tensor) <= max_offset for tensor in tensors):
+        yield tensors
+
+        return
+
+    shape = tensors[0].shape
+    widest = max(
+        range(len(shape) - 1),
+        key=lambda dim: max(
+            (shape[dim] - 1) * tensor.stride(dim) for tensor in tensors
+        ),
+    )
+    half = shape[widest] // 2
+
+    if half == 0:
+        raise ValueError(
+            f"one row of shape {tuple(shape[-1:])} spans more than {max_offset} elements"
+            f" of memory."
+        )
+
+    for start, length in ((0, half), (half, shape[widest] - half)):
+        yield from split_rows(
+            [tensor.narrow(widest, start, length) for tensor in tensors], max_offset
+        )
+
+
+def _last_offset(tensor):
+    return sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

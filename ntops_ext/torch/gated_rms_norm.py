@@ -1,0 +1,73 @@
+from ntops_ext.torch import _gated_rms_norm
+
+
+def gated_rms_norm(
+    input,
+    weight=None,
+    gate=None,
+    *,
+    bias=None,
+    eps=1e-5,
+    group_size=None,
+    norm_before_gate=True,
+    activation="silu",
+    weight_offset=0.0,
+    out=None,
+):
+    """RMSNorm over groups of columns, with a gate before or after it.
+
+    With `x_hat = x / sqrt(mean(x ** 2) + eps)` over each group (Zhang and Sennrich, "Root
+    Mean Square Layer Normalization", 2019) and the gate as in Mamba-2 (Dao and Gu, 2024):
+
+    - `norm_before_gate=True`: `(input_hat * (weight_offset + weight) + bias) * act(gate)`;
+    - `norm_before_gate=False`: with `u = input * act(gate)`,
+      `u_hat * (weight_offset + weight) + bias`;
+    - `gate=None`: `input_hat * (weight_offset + weight) + bias`, whatever the flag.
+
+    All arithmetic is in float32 and the result is rounded once, to the dtype of `input`. A
+    row's bits depend on that row alone: not on the other rows, on strides, or on the run.
+
+    Tensors are float16, bfloat16 or float32, each of its own dtype, on one device, and of
+    any strides: no layout is copied. Accesses are 16 bytes wide where the last dimension
+    is dense and the other strides are multiples of 16 elements.
+
+    A CPU tensor is computed by `ntops_ext.reference.gated_rms_norm`, or, if Triton's
+    interpreter is on (`TRITON_INTERPRET=1`), by the kernel under the interpreter.
+
+    :param input: A tensor of shape `(..., N)`, of any size: 0 rows, or more than 2**31
+        elements.
+    :param weight: A tensor of shape `(N,)`, or `None` for no scale.
+    :param gate: A tensor of the shape of `input`, or `None`.
+    :param bias: A tensor of shape `(N,)`, or `None`.
+    :param eps: What is added to the mean square, inside the root. Not negative.
+    :param group_size: The number of columns that are normalised together. It divides N;
+        `None` means N.
+    :param norm_before_gate: Whether the gate multiplies the result or the input.
+    :param activation: `"silu"` (the same as `"swish"`) or `"sigmoid"`.
+    :param weight_offset: What is added to `weight`, in float32. Must be 0 without one.
+    :param out: Where the result is written: a tensor of the shape, dtype and device of
+        `input`. It may be `input` itself and must not overlap an argument otherwise.
+    :return: `out`, or a new contiguous tensor of the shape and dtype of `input`.
+    :raises TypeError: If an argument is of a wrong kind or dtype.
+    :raises ValueError: If a shape, device, overlap or value is wrong.
+    :raises NotImplementedError: If gradients are asked for and the kernel would run.
+
+    Nothing is written when an error is raised.
+
+    >>> import torch
+    >>> gated_rms_norm(torch.tensor([[1.0, 7.0]]), eps=0.0)
+    tensor([[0.2000, 1.4000]])
+    """
+
+    return _gated_rms_norm.compute(
+        input,
+        weight,
+        gate,
+        bias,
+        eps,
+        group_size,
+        norm_before_gate,
+        activation,
+        weight_offset,
+        out,
+    )
