@@ -10,19 +10,24 @@ of JSON in FILE, and a table comes last.
 """
 
 import argparse
+import contextlib
 import dataclasses
-import importlib.metadata
 import json
-import pathlib
-import platform
-import statistics
-import subprocess
 import sys
-import time
 
-from run_rope_pack_smoke import Case, make_inputs
+import torch
+from environment import describe_environment, print_environment
+from run_rope_pack_smoke import MAX_ERROR, Case, make_inputs
+from timing import cold_device_time, host_time, warm_device_time
+from tqdm import tqdm
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from ntops_ext import configs, reference
+from ntops_ext.torch import (
+    _qk_norm_rope,
+    _qk_norm_rope_pack,
+    qk_norm_rope,
+    qk_norm_rope_pack_,
+)
 
 CASES = (
     Case(name="in_place"),
@@ -52,158 +57,104 @@ SWEEP = ((4, 1), (8, 1), (16, 1), (32, 1), (8, 2), (16, 2), (32, 2), (32, 4))
 SWEPT = ("in_place", "copy_k_and_v", "single_tensor")
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda",), default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other launch choices as well"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE.jsonl", help="where records are written"
+    )
     options = parser.parse_args(arguments)
 
-    import torch
-
     if not torch.cuda.is_available():
-        raise SystemExit("--device cuda, but PyTorch sees no GPU")
+        parser.error("PyTorch finds no CUDA or ROCm device here")
 
-    environment = _environment()
-    rounds = 60 if options.quick else 200
-    records = []
-
-    for case in CASES:
-        if options.quick and case.name not in QUICK:
-            continue
-
-        records.append(_measure(case, rounds, with_eager=case.name in SWEPT))
-        print(_row(records[-1]), flush=True)
+    environment = describe_environment()
+    print_environment(environment)
+    runs = [(case, None) for case in CASES if not options.quick or case.name in QUICK]
 
     if options.sweep:
-        for case in (case for case in CASES if case.name in SWEPT):
-            for heads_per_program, num_warps in SWEEP:
-                with _launch_choice(heads_per_program, num_warps) as choice:
-                    record = _measure(case, rounds, choice=choice)
+        runs += [
+            (case, choice) for case in CASES if case.name in SWEPT for choice in SWEEP
+        ]
 
-                records.append(record)
-                print(_row(record), flush=True)
+    records = [_measure(case, choice) for case, choice in tqdm(runs, unit="case")]
 
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(
-            "".join(json.dumps({**environment, **record}) + "\n" for record in records)
-        )
+        with open(options.output, "w", encoding="utf-8") as file:
+            for record in records:
+                print(json.dumps({**record, "environment": environment}), file=file)
 
-    print(f"\n{environment}\n\n{_HEADER}")
+    print(_HEADER)
     print("\n".join(_row(record) for record in records))
 
-    return 0 if all(record["is_right"] for record in records) else 1
+    return int(not all(record["is_right"] for record in records))
 
 
-_HEADER = (
-    f"{'case':16} {'choice':8} {'bits':6} {'us':>7} {'floor':>7} {'ratio':>6}"
-    f" {'TB/s':>5} {'spread':>7} {'warm':>7} {'host':>7} {'eager':>7}"
+_COLUMNS = {
+    "device_us": "us",
+    "floor_us": "floor",
+    "ratio": "ratio",
+    "tb_per_s": "TB/s",
+    "spread_us": "spread",
+    "warm_us": "warm",
+    "host_us": "host",
+    "eager_us": "eager",
+}
+
+_HEADER = f"{'case':16} {'choice':6} {'bits':6}" + "".join(
+    f" {title:>7}" for title in _COLUMNS.values()
 )
 
 
 def _row(record):
-    return (
-        f"{record['name']:16} {record['choice']:8}"
-        f" {'equal' if record['is_equal'] else 'differ':6} {record['device_us']:7.2f}"
-        f" {record['floor_us']:7.2f} {record['ratio']:6.3f} {record['tb_per_s']:5.2f}"
-        f" {record['spread_us']:7.2f} {record['warm_us']:7.2f} {record['host_us']:7.2f}"
-        f" {record['eager_us'] or float('nan'):7.1f}"
+    numbers = "".join(
+        f" {record[name]:7.{3 if name == 'ratio' else 2}f}"
+        if name in record
+        else 8 * " "
+        for name in _COLUMNS
     )
+    bits = "equal" if record["is_equal"] else "differ"
+
+    return f"{record['name']:16} {record['choice']:6} {bits:6}{numbers}"
 
 
-def _environment():
-    import torch
-
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True
-    )
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": _driver_version(),
-        "python": platform.python_version(),
-        **{
-            package: importlib.metadata.version(package)
-            for package in ("torch", "triton", "ninetoothed")
-        },
-        "commit": git.stdout.decode().strip() or "unknown",
-    }
-
-
-def _driver_version():
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-
-    try:
-        return subprocess.check_output(query, text=True).split()[0]
-    except OSError:
-        return "unknown"
-
-
-class _launch_choice:
+@contextlib.contextmanager
+def _launched_as(choice):
     """For the block's duration, launch with these heads a program and warps."""
 
-    def __init__(self, heads_per_program, num_warps):
-        self._choice = heads_per_program, num_warps
+    heads_per_program, num_warps = choice
+    own = configs.qk_norm_rope_config
+    configs.qk_norm_rope_config = lambda **_: configs.QKNormRopeConfig(
+        heads_per_program=heads_per_program,
+        kv_heads_per_program=heads_per_program,
+        num_warps=num_warps,
+    )
+    _forget_layouts()
 
-    def __enter__(self):
-        from ntops_ext import configs
-
-        heads_per_program, num_warps = self._choice
-        self._chooser = configs.qk_norm_rope_config
-        configs.qk_norm_rope_config = lambda **_: configs.QKNormRopeConfig(
-            heads_per_program=heads_per_program,
-            kv_heads_per_program=heads_per_program,
-            num_warps=num_warps,
-        )
-        _forget_layouts()
-
-        return f"{heads_per_program}/{num_warps}"
-
-    def __exit__(self, *_):
-        from ntops_ext import configs
-
-        configs.qk_norm_rope_config = self._chooser
+    try:
+        yield
+    finally:
+        configs.qk_norm_rope_config = own
         _forget_layouts()
 
 
 def _forget_layouts():
-    from ntops_ext.torch import _qk_norm_rope, _qk_norm_rope_pack
-
     _qk_norm_rope._layouts.clear()
     _qk_norm_rope_pack._layouts.clear()
 
 
-def _measure(case, rounds, choice="own", with_eager=False):
-    import torch
+def _measure(case, choice):
+    with contextlib.nullcontext() if choice is None else _launched_as(choice):
+        return _measure_as_launched(case, choice)
 
-    from ntops_ext import reference
-    from ntops_ext.torch import qk_norm_rope, qk_norm_rope_pack_
 
+def _measure_as_launched(case, choice):
     inputs = make_inputs(case, "cuda")
-
-    if case.mode == "single_tensor":
-        output = torch.empty_like(inputs.q)
-        expected = [reference.qk_norm_rope(inputs.q, inputs.q_weight, inputs.rope)]
-
-        def call():
-            return [qk_norm_rope(inputs.q, inputs.q_weight, inputs.rope, out=output)]
-
-        def call_eager():
-            reference.qk_norm_rope(inputs.q, inputs.q_weight, inputs.rope)
-    else:
-        expected = [tensor.clone() for tensor in inputs.written]
-        reference.qk_norm_rope_pack_(*expected, *inputs.read)
-
-        def call():
-            return qk_norm_rope_pack_(*inputs.written, *inputs.read)
-
-        def call_eager():
-            reference.qk_norm_rope_pack_(*inputs.written, *inputs.read)
-
+    call, call_eager, expected = _calls(case, inputs)
     actual = [tensor.clone() for tensor in call()]
     is_equal = all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -218,42 +169,69 @@ def _measure(case, rounds, choice="own", with_eager=False):
     num_bytes = _bytes_that_must_move(case)
     source = torch.ones(num_bytes // 8, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
+    # In turns, so that a drifting clock reaches both alike. The floor is not `copy_`: a
+    # captured copy becomes a memcpy node, which is another thing.
+    times, floors = [], []
 
-    def call_floor():
-        # Not `copy_`: a captured copy becomes a memcpy node, which is another thing.
-        torch.neg(source, out=target)
+    for _ in range(3):
+        times.append(cold_device_time(call))
+        floors.append(cold_device_time(lambda: torch.neg(source, out=target)))
 
-    times, floor_times = _device_times([call, call_floor], rounds)
-    eager_us = None
-
-    if with_eager:
-        eager_us = statistics.median(_device_times([call_eager], 20)[0])
-
-    device_us, floor_us = statistics.median(times), statistics.median(floor_times)
-    quartiles = statistics.quantiles(times, n=4)
-
-    return {
-        **dataclasses.asdict(case),
-        "choice": choice,
-        "is_equal": is_equal,
-        "is_right": error <= 8,
-        "largest_error": error,
-        "bytes": num_bytes,
+    device_us, spread_us = sorted(times)[1]
+    floor_us, floor_spread_us = sorted(floors)[1]
+    times = {
         "device_us": device_us,
-        "spread_us": quartiles[2] - quartiles[0],
+        "spread_us": spread_us,
         "floor_us": floor_us,
+        "floor_spread_us": floor_spread_us,
         "ratio": device_us / floor_us,
         "tb_per_s": num_bytes / device_us / 1e6,
-        "warm_us": _warm_time(call),
-        "host_us": _host_time(call),
-        "eager_us": eager_us,
-        "rounds": rounds,
+    }
+
+    if choice is None:
+        times["warm_us"] = warm_device_time(call)[0]
+        times["host_us"] = host_time(call)[0]
+
+        if case.name in SWEPT:
+            times["eager_us"] = cold_device_time(call_eager)[0]
+
+    return {
+        "benchmark": "rope_pack",
+        **dataclasses.asdict(case),
+        "choice": "own" if choice is None else "/".join(map(str, choice)),
+        "is_equal": is_equal,
+        "is_right": error <= MAX_ERROR[case.dtype],
+        "largest_error": error,
+        "bytes": num_bytes,
+        **times,
     }
 
 
-def _bytes_that_must_move(case):
-    import torch
+def _calls(case, inputs):
+    """The call, the same in eager PyTorch, and what the former must give."""
 
+    if case.mode == "single_tensor":
+        arguments = (inputs.q, inputs.q_weight, inputs.rope)
+        output = torch.empty_like(inputs.q)
+
+        return (
+            lambda: [qk_norm_rope(*arguments, out=output)],
+            lambda: reference.qk_norm_rope(*arguments),
+            [reference.qk_norm_rope(*arguments)],
+        )
+
+    expected = [tensor.clone() for tensor in inputs.written]
+    reference.qk_norm_rope_pack_(*expected, *inputs.read)
+    arguments = (*inputs.written, *inputs.read)
+
+    return (
+        lambda: qk_norm_rope_pack_(*arguments),
+        lambda: reference.qk_norm_rope_pack_(*arguments),
+        expected,
+    )
+
+
+def _bytes_that_must_move(case):
     item_size = getattr(torch, case.dtype).itemsize
     head_size = case.head_dim * item_size
     tokens = case.batch * case.tokens
@@ -273,94 +251,5 @@ def _bytes_that_must_move(case):
     return 2 * moved * head_size + table
 
 
-def _capture(call, repetitions=1):
-    import torch
-
-    stream = torch.cuda.Stream()
-
-    with torch.cuda.stream(stream):
-        call()
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repetitions):
-            call()
-
-    return graph
-
-
-def _device_times(calls, rounds):
-    """Microseconds of each round of each call, the calls taking turns, L2 cold."""
-
-    import torch
-
-    graphs = [_capture(call) for call in calls]
-    # More than the L2 of any GPU of today.
-    eviction = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    times = [[] for _ in calls]
-
-    for first in (True, False):
-        events = []
-
-        for _ in range(10 if first else rounds):
-            for position, graph in enumerate(graphs):
-                eviction.zero_()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                events.append((position, start, end))
-
-        torch.cuda.synchronize()
-
-        if not first:
-            for position, start, end in events:
-                times[position].append(1000 * start.elapsed_time(end))
-
-    return times
-
-
-def _warm_time(call, repetitions=20):
-    """Microseconds of a call among many in one graph, the L2 left as it is."""
-
-    import torch
-
-    graph = _capture(call, repetitions)
-    times = []
-
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end) / repetitions)
-
-    return statistics.median(times)
-
-
-def _host_time(call, calls=300):
-    """Microseconds that the caller waits for a call, without synchronising."""
-
-    import torch
-
-    times = []
-
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-
-        for _ in range(calls):
-            call()
-
-        times.append(1e6 * (time.perf_counter() - start) / calls)
-
-    torch.cuda.synchronize()
-
-    return statistics.median(times)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,9 @@ import os
 import sys
 import traceback
 
+import torch
+from environment import describe_environment, print_environment
+
 # Units in the last place: one at each of the three roundings to the dtype. Float32 sums
 # and roots differ by a few.
 MAX_ERROR = {"float16": 3.0, "bfloat16": 3.0, "float32": 8.0}
@@ -62,10 +65,8 @@ CASES = (
 SMALL = {"tokens": 3, "prefix": 2, "heads": 6}
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--cases", nargs="+", metavar="NAME")
     options = parser.parse_args(arguments)
@@ -74,8 +75,19 @@ def main(arguments=None):
     if unknown := set(options.cases or ()) - set(known):
         parser.error(f"unknown cases {sorted(unknown)}; known are {', '.join(known)}")
 
-    device = _choose_device(options.device)
-    _print_environment(device)
+    device = options.device
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
+
+    if device == "cpu":
+        # Triton reads it when it is imported, which has not happened yet.
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    print_environment(describe_environment())
     num_failed = 0
 
     for case in CASES:
@@ -102,45 +114,6 @@ def main(arguments=None):
     return 1 if num_failed else 0
 
 
-def _choose_device(requested):
-    if requested == "auto":
-        import torch
-
-        # Triton decides at its import whether it interprets, and nothing of ours has
-        # imported it yet.
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-
-    if requested == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-
-        return "cpu"
-
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("--device cuda, but PyTorch sees no GPU")
-
-    return "cuda"
-
-
-def _print_environment(device):
-    import importlib.metadata
-    import platform
-
-    import torch
-
-    where = "Triton's interpreter on the CPU"
-
-    if device == "cuda":
-        where = torch.cuda.get_device_name()
-
-    versions = ", ".join(
-        f"{package} {importlib.metadata.version(package)}"
-        for package in ("torch", "triton", "ninetoothed")
-    )
-    print(f"{where}; Python {platform.python_version()}, {versions}")
-
-
 def _shrink(case):
     small = {name: min(getattr(case, name), size) for name, size in SMALL.items()}
     kv_heads = max(small["heads"] * case.kv_heads // case.heads, 1)
@@ -157,8 +130,6 @@ def _describe(case):
 
 def _run(case, device):
     """Run one case; what to print of it, and whether it is right."""
-
-    import torch
 
     from ntops_ext import reference
     from ntops_ext.torch import eager_rounding, qk_norm_rope, qk_norm_rope_pack_
@@ -200,17 +171,15 @@ def _run(case, device):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    q: object
-    q_weight: object
-    rope: object
+    q: torch.Tensor
+    q_weight: torch.Tensor
+    rope: torch.Tensor
     written: tuple
     read: tuple
 
 
 def make_inputs(case, device):
     """The arguments of a case; no two cases share memory."""
-
-    import torch
 
     generator = torch.Generator(device).manual_seed(len(case.name))
     dtype = getattr(torch, case.dtype)
@@ -260,12 +229,10 @@ def make_inputs(case, device):
 
 
 def _bits(tensor):
-    import torch
-
     return tensor.contiguous().view(
         torch.int32 if tensor.element_size() == 4 else torch.int16
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
