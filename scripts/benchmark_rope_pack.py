@@ -143,8 +143,8 @@ def _launched_as(choice):
 
 
 def _forget_layouts():
-    _qk_norm_rope._layouts.clear()
-    _qk_norm_rope_pack._layouts.clear()
+    _qk_norm_rope.layouts.clear()
+    _qk_norm_rope_pack.layouts.clear()
 
 
 def _measure(case, choice):

@@ -49,8 +49,8 @@ def launch_as(monkeypatch):
 
 
 def forget_layouts():
-    _qk_norm_rope._layouts.clear()
-    _qk_norm_rope_pack._layouts.clear()
+    _qk_norm_rope.layouts.clear()
+    _qk_norm_rope_pack.layouts.clear()
 
 
 def check_pack(inputs):

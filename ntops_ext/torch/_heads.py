@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import operator
 
 import torch
 
@@ -11,32 +12,68 @@ from ntops_ext.torch._chunks import Rows
 # A program that meets more layouts than this forgets all of them and checks anew.
 MAX_LAYOUTS = 4096
 
-_STRIDED = torch.strided
+_OPTIONAL = frozenset({"k_src", "out", "v_src"})
 
-_MAY_BE_ABSENT = frozenset({"k_src", "out", "v_src"})
+# In C, because every call pays for it.
+_describe = operator.attrgetter("shape", "dtype", "device", "layout")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
-def layout_key(names, tensors):
-    """What decides every check but those of addresses, modes and lazy views.
+class Layouts:
+    """What was found out about layouts, so that a call pays for a look-up.
 
-    :param tensors: The arguments called `names`.
-    :raises TypeError: If one is not a dense tensor, and not absent where it may be.
+    :param names: What the operator's arguments are called.
+    :param check: Takes the arguments of a call whose layout is new. It raises what is wrong
+        with it, or returns what is to be kept.
     """
 
-    key = []
+    def __init__(self, names, check):
+        self._names = names
+        self._check = check
+        self._kept = {}
 
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is None and name in _MAY_BE_ABSENT:
-            key.append(None)
+    def get(self, mode, tensors, arguments):
+        """What is kept about the layout of a call.
 
-            continue
+        :param mode: Tells apart calls of different arguments.
+        :param tensors: The arguments that are present.
+        :param arguments: All of them.
+        :raises TypeError: If an argument is not a dense tensor.
+        """
 
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not _STRIDED:
-            _checks.check_tensor(name, tensor)
+        try:
+            key = (
+                mode,
+                *map(_describe, tensors),
+                *map(torch.Tensor.stride, tensors),
+            )
+        except (AttributeError, TypeError, RuntimeError):
+            # What has no shape is no tensor, what has no strides is no dense one: the error
+            # to raise is the one that names the argument.
+            self._check_kinds(arguments)
 
-        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            raise
 
-    return tuple(key)
+        kept = self._kept.get(key)
+
+        if kept is None:
+            self._check_kinds(arguments)
+            kept = self._check(*arguments)
+
+            if len(self._kept) >= MAX_LAYOUTS:
+                self._kept.clear()
+
+            self._kept[key] = kept
+
+        return kept
+
+    def _check_kinds(self, arguments):
+        for name, argument in zip(self._names, arguments, strict=True):
+            if argument is not None or name not in _OPTIONAL:
+                _checks.check_tensor(name, argument)
+
+    def clear(self):
+        self._kept.clear()
 
 
 def check_heads(name, tensor, like_name=None, like=None):
@@ -154,25 +191,32 @@ def check_eps(eps):
     return float(eps)
 
 
-def check_not_lazy(names, tensors):
-    """:raises ValueError: If a tensor's memory does not hold its values.
+def check_not_lazy(names, arguments):
+    """Refuse tensors whose memory does not hold their values.
 
-    A conjugate or a negative is a bit of the tensor object, and no part of its layout.
+    A conjugate or a negative is a bit of the tensor object, and no part of its layout. Only
+    `rope` is complex; only float32 is ever a part of something complex.
+
+    :raises ValueError: If a tensor is one.
     """
 
-    for name, tensor in zip(names, tensors, strict=True):
+    for name, tensor in zip(names, arguments, strict=True):
         if tensor is None:
             continue
 
+        _checks.check_tensor(name, tensor)
+
         if tensor.is_conj():
             raise ValueError(
-                f"`{name}` is a lazy conjugate: pass `{name}.resolve_conj()`."
+                f"`{name}` is a view whose elements are conjugated when PyTorch reads"
+                f" them: pass `{name}.resolve_conj()`."
             )
 
-        if tensor.is_neg():
-            raise ValueError(
-                f"`{name}` is a lazy negative: pass `{name}.resolve_neg()`."
-            )
+
+def requires_grad(tensors):
+    """Whether autograd would have to record what is made of these tensors."""
+
+    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
 
 
 def rows_of(tensor):
@@ -213,9 +257,11 @@ def real_view(rope):
 def mark_as_written(*tensors):
     """Tell autograd, which sees no kernel of ours, that tensors were written.
 
-    A value that it has saved for a backward pass is then reported, not used.
+    A value that it has saved for a backward pass is then reported, not used. Inference
+    tensors count no versions.
     """
 
-    torch.autograd.graph.increment_version(
-        [tensor for tensor in tensors if not tensor.is_inference()]
-    )
+    if any(map(torch.Tensor.is_inference, tensors)):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+
+    torch.autograd.graph.increment_version(tensors)

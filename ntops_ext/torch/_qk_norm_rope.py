@@ -13,13 +13,13 @@ from ntops_ext.torch._launch import launch, runs_kernel
 
 _NAMES = ("input", "weight", "rope", "out")
 
-_layouts = {}
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
     """What is known of all calls with these shapes, strides, dtypes and devices."""
 
+    # Whether the memory of a tensor of heads may hold negatives of its values.
+    may_be_lazy: bool
     # The launches of a call; none if there is nothing to compute.
     chunks: list
     # The handle, once it was made.
@@ -29,31 +29,22 @@ class _Layout:
 def qk_norm_rope(input, weight, rope, eps, out):
     """See `ntops_ext.torch.qk_norm_rope`."""
 
-    tensors = (input, weight, rope, out)
-    key = _heads.layout_key(_NAMES, tensors)
-    layout = _layouts.get(key)
-
-    if layout is None:
-        layout = _check_layout(*tensors)
-
-        if len(_layouts) >= _heads.MAX_LAYOUTS:
-            _layouts.clear()
-
-        _layouts[key] = layout
-
+    arguments = (input, weight, rope, out)
+    tensors = arguments[:3] if out is None else arguments
+    layout = layouts.get(out is None, tensors, arguments)
     eps = _heads.check_eps(eps)
-    _heads.check_not_lazy(_NAMES, tensors)
 
-    if torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in tensors if tensor is not None
-    ):
+    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+        _heads.check_not_lazy(_NAMES, arguments)
+
+    if _heads.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with"
             " detached tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
         )
 
     if out is not None:
-        _check_aliases(*tensors)
+        _check_aliases(*arguments)
 
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)
@@ -97,7 +88,13 @@ def _check_layout(input, weight, rope, out):
         _checks.check_no_self_overlap("out", out)
         rows.append(_heads.rows_of(out))
 
-    return _Layout(plan_chunks(*input.shape[:2], rows) if input.numel() else [])
+    return _Layout(
+        may_be_lazy=input.dtype == torch.float32,
+        chunks=plan_chunks(*input.shape[:2], rows) if input.numel() else [],
+    )
+
+
+layouts = _heads.Layouts(_NAMES, _check_layout)
 
 
 def _check_aliases(input, weight, rope, out):

@@ -29,17 +29,17 @@ _WRITTEN = ("q", "k_out", "v_out")
 # Verdicts on the addresses of one layout. They recur with an allocator that caches.
 _MAX_ADDRESSES = 1024
 
-_layouts = {}
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
     """What is known of all calls with these shapes, strides, dtypes and devices."""
 
     prefix: int
-    tokens: int
+    # Whether the memory of a tensor of heads may hold negatives of its values.
+    may_be_lazy: bool
+    # The launches of a call; none if there is nothing to write.
     chunks: list
-    # Addresses that were checked -> whether both prefixes are the buffers' own rows.
+    # The addresses of the tensors, checked -> whether both prefixes are the buffers' own rows.
     verdicts: dict = dataclasses.field(default_factory=dict)
     # The handle, once it was made.
     handles: list = dataclasses.field(default_factory=list)
@@ -60,48 +60,33 @@ def qk_norm_rope_pack_(
 ):
     """See `ntops_ext.torch.qk_norm_rope_pack_`."""
 
-    tensors = (
-        q,
-        k_out,
-        v_out,
-        q_weight,
-        k_weight,
-        rope,
-        k_prefix,
-        v_prefix,
-        k_src,
-        v_src,
-    )
-    key = _heads.layout_key(_NAMES, tensors)
-    layout = _layouts.get(key)
+    tensors = (q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix)
+    arguments = (*tensors, k_src, v_src)
 
-    if layout is None:
-        layout = _check_layout(*tensors)
+    if k_src is not None:
+        tensors += (k_src,)
 
-        if len(_layouts) >= _heads.MAX_LAYOUTS:
-            _layouts.clear()
+    if v_src is not None:
+        tensors += (v_src,)
 
-        _layouts[key] = layout
-
+    layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
     eps = _heads.check_eps(eps)
-    _heads.check_not_lazy(_NAMES, tensors)
 
-    if torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in tensors if tensor is not None
-    ):
+    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+        _heads.check_not_lazy(_NAMES, arguments)
+
+    if _heads.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
             " `torch.no_grad()` or with detached tensors, or use the out-of-place"
             " `qk_norm_rope` and `torch.cat`."
         )
 
-    addresses = tuple(
-        [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    )
+    addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     prefixes_are_kept = layout.verdicts.get(addresses)
 
     if prefixes_are_kept is None:
-        prefixes_are_kept = _check_aliases(layout, tensors)
+        prefixes_are_kept = _check_aliases(layout, arguments)
 
         if len(layout.verdicts) >= _MAX_ADDRESSES:
             layout.verdicts.clear()
@@ -109,7 +94,7 @@ def qk_norm_rope_pack_(
         layout.verdicts[addresses] = prefixes_are_kept
 
     if not runs_kernel(q):
-        return reference.qk_norm_rope_pack_(*tensors, eps=eps)
+        return reference.qk_norm_rope_pack_(*arguments, eps=eps)
 
     if prefixes_are_kept:
         # There is nothing to bring: the call is one of the rows behind the prefix.
@@ -131,7 +116,7 @@ def qk_norm_rope_pack_(
         return q, k_out, v_out
 
     if layout.chunks:
-        _run(layout, tensors, eps)
+        _run(layout, arguments, eps)
 
         if layout.prefix or v_src is not None:
             _heads.mark_as_written(q, k_out, v_out)
@@ -181,7 +166,14 @@ def _check_layout(
         rows = [_heads.rows_of(tensor) for tensor in (q, *heads.values())]
         chunks = plan_chunks(batch, num_rows, [*rows, _heads.rows_of_table(rope)])
 
-    return _Layout(prefix=k_prefix.shape[1], tokens=q.shape[1], chunks=chunks)
+    return _Layout(
+        prefix=k_prefix.shape[1],
+        may_be_lazy=q.dtype == torch.float32,
+        chunks=chunks,
+    )
+
+
+layouts = _heads.Layouts(_NAMES, _check_layout)
 
 
 def _check_shapes(q, k_out, v_out, k_prefix, v_prefix, k_src=None, v_src=None):
@@ -216,14 +208,14 @@ def _check_shapes(q, k_out, v_out, k_prefix, v_prefix, k_src=None, v_src=None):
             )
 
 
-def _check_aliases(layout, tensors):
+def _check_aliases(layout, arguments):
     """Check what is written against everything else.
 
     :return: Whether both prefixes are the rows that they would be copied to.
     :raises ValueError: If two tensors share memory otherwise than row on row.
     """
 
-    named = dict(zip(_NAMES, tensors, strict=True))
+    named = dict(zip(_NAMES, arguments, strict=True))
     prefix = layout.prefix
     # The rows that a program reads before it writes them itself.
     own_rows = {
@@ -265,8 +257,8 @@ def _but_its_own(rows, prefix):
     return f" unless that is exactly its own rows {range_of_rows}"
 
 
-def _run(layout, tensors, eps):
-    q, k_out, v_out, q_weight, k_weight, rope, *sources = tensors
+def _run(layout, arguments, eps):
+    q, k_out, v_out, q_weight, k_weight, rope, *sources = arguments
 
     if not layout.handles:
         layout.handles.append(_make_handle(q, k_out, *sources[2:]))
