@@ -7,7 +7,12 @@ import torch
 from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
 
 from ntops_ext import reference
-from ntops_ext.torch import qk_norm_rope, qk_norm_rope_pack_
+from ntops_ext.torch import (
+    _heads,
+    _qk_norm_rope_pack,
+    qk_norm_rope,
+    qk_norm_rope_pack_,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SOURCES = ["", "k", "v", "kv"]
@@ -543,6 +548,44 @@ def test_a_warm_layout_is_checked_for_what_it_does_not_hold():
             qk_norm_rope_pack_(*wrong)
 
     assert_equal_bits(inputs.written(), old[:3])
+
+
+def test_a_warm_out_is_checked_for_its_address():
+    """An output of a known layout that overlaps its input at a shift is refused."""
+
+    base = torch.randn(1, 5, 2, 4)
+    heads, weight, rope = base[:, :4], torch.ones(4), make_rope(4, 4)
+    qk_norm_rope(heads, weight, rope, out=torch.empty_like(heads))
+    old = base.clone()
+
+    with pytest.raises(ValueError, match="`out`.*`input`.*overlaps"):
+        qk_norm_rope(heads, weight, rope, out=base[:, 1:])
+
+    assert_equal_bits([base], [old])
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    """Many layouts and many addresses are all checked, and not all kept."""
+
+    monkeypatch.setattr(_heads, "_MAX_REMEMBERED", 4)
+    _qk_norm_rope_pack.layouts.clear()
+
+    for tokens in range(1, 12):
+        inputs = make_pack(tokens=tokens, head_dim=2)
+        expected = inputs.expected(reference.qk_norm_rope_pack_)
+
+        assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
+        assert len(_qk_norm_rope_pack.layouts._kept) <= 4
+
+    _qk_norm_rope_pack.layouts.clear()
+    kept = [make_pack(tokens=1, head_dim=2) for _ in range(12)]
+
+    for inputs in kept:
+        qk_norm_rope_pack_(*inputs.arguments())
+
+    (layout,) = _qk_norm_rope_pack.layouts._kept.values()
+
+    assert len(layout.verdicts) <= 4
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 7), (1, 2, 3, 0)])

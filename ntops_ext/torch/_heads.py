@@ -9,8 +9,9 @@ import torch
 from ntops_ext.torch import _checks
 from ntops_ext.torch._chunks import Rows
 
-# A program that meets more layouts than this forgets all of them and checks anew.
-MAX_LAYOUTS = 4096
+# A program that meets more layouts, or more addresses of one layout, forgets all of them
+# and checks anew. Addresses recur where an allocator caches.
+_MAX_REMEMBERED = 4096
 
 _OPTIONAL = frozenset({"k_src", "out", "v_src"})
 
@@ -60,10 +61,7 @@ class Layouts:
             self._check_kinds(arguments)
             kept = self._check(*arguments)
 
-            if len(self._kept) >= MAX_LAYOUTS:
-                self._kept.clear()
-
-            self._kept[key] = kept
+            remember(self._kept, key, kept)
 
         return kept
 
@@ -74,6 +72,15 @@ class Layouts:
 
     def clear(self):
         self._kept.clear()
+
+
+def remember(found, key, value):
+    """Put a pair into a dict that is bounded."""
+
+    if len(found) >= _MAX_REMEMBERED:
+        found.clear()
+
+    found[key] = value
 
 
 def check_heads(name, tensor, like_name=None, like=None):

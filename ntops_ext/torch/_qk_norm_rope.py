@@ -22,6 +22,8 @@ class _Layout:
     may_be_lazy: bool
     # The launches of a call; none if there is nothing to compute.
     chunks: list
+    # The addresses of the tensors that were checked.
+    addresses: dict = dataclasses.field(default_factory=dict)
     # The handle, once it was made.
     handles: list = dataclasses.field(default_factory=list)
 
@@ -44,7 +46,11 @@ def qk_norm_rope(input, weight, rope, eps, out):
         )
 
     if out is not None:
-        _check_aliases(*arguments)
+        addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+
+        if addresses not in layout.addresses:
+            _check_aliases(*arguments)
+            _heads.remember(layout.addresses, addresses, True)
 
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)

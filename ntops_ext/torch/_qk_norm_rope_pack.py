@@ -26,9 +26,6 @@ _NAMES = (
 
 _WRITTEN = ("q", "k_out", "v_out")
 
-# Verdicts on the addresses of one layout. They recur with an allocator that caches.
-_MAX_ADDRESSES = 1024
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
@@ -87,11 +84,7 @@ def qk_norm_rope_pack_(
 
     if prefixes_are_kept is None:
         prefixes_are_kept = _check_aliases(layout, arguments)
-
-        if len(layout.verdicts) >= _MAX_ADDRESSES:
-            layout.verdicts.clear()
-
-        layout.verdicts[addresses] = prefixes_are_kept
+        _heads.remember(layout.verdicts, addresses, prefixes_are_kept)
 
     if not runs_kernel(q):
         return reference.qk_norm_rope_pack_(*arguments, eps=eps)
