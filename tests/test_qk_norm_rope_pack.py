@@ -1,6 +1,9 @@
 """`qk_norm_rope` and `qk_norm_rope_pack_` without a kernel: the definition, the refusals."""
 
+import doctest
 import math
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -635,3 +638,34 @@ def test_rows_of_zeros():
     assert (bits(with_eps[:, :, 1]) == 0).all()
     assert without[:, :, 1].isnan().all()
     assert not without[:, :, [0, 2]].isnan().any()
+
+
+# -- Examples. --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["eager_rounding", "qk_norm_rope", "qk_norm_rope_pack_"]
+)
+def test_examples_of_docstrings(name):
+    """The examples give what they show."""
+
+    results = doctest.testmod(sys.modules[f"ntops_ext.torch.{name}"])
+
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_examples_of_the_page():
+    """The examples of docs/qk_norm_rope_pack.md run, one after the other."""
+
+    page = pathlib.Path(__file__).parent.parent / "docs" / "qk_norm_rope_pack.md"
+    _, *blocks = page.read_text(encoding="utf-8").split("```python\n")
+    examples = [block.split("```")[0] for block in blocks]
+    scope = {}
+
+    # The first block shows signatures.
+    for example in examples[1:]:
+        exec(compile(example, str(page), "exec"), scope)
+
+    assert scope["q"].shape == (1, 16, 4, 128)
+    assert not scope["rounding"].is_reproduced
