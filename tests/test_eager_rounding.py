@@ -192,10 +192,10 @@ def test_agreement_is_remembered(monkeypatch):
 
     calls = []
 
-    def run_kernel(input, weight, rope, eps, rounding):
+    def run_kernel(input, weight, rope, rounding):
         calls.append(rounding)
 
-        return reference.qk_norm_rope(input, weight, rope, eps)
+        return reference.qk_norm_rope(input, weight, rope)
 
     cache = make_cache(monkeypatch, run_kernel)
     first = cache.get(FakeDevice, torch.bfloat16, 128)
@@ -209,8 +209,8 @@ def test_agreement_is_remembered(monkeypatch):
 def test_disagreement_is_said_once(monkeypatch):
     """A kernel that differs in one bit is not called equal, and a warning says where."""
 
-    def run_kernel(input, weight, rope, eps, rounding):
-        result = reference.qk_norm_rope(input, weight, rope, eps)
+    def run_kernel(input, weight, rope, rounding):
+        result = reference.qk_norm_rope(input, weight, rope)
         result.view(torch.int16)[0, 0, 0, 0] ^= 1
 
         return result
