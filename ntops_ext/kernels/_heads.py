@@ -174,12 +174,16 @@ def _square_and_round(values):
     return ntl.fma(values, values, 0.0)
 
 
+# A product with -1 changes the sign and nothing else. Up to Triton 3.7 a unary minus is a
+# subtraction from +0, which leaves +0 as it is.
+
+
 def _real_part_rounding_the_imaginary_product(real, imaginary, cosine, sine):
-    return ntl.fma(real, cosine, -(imaginary * sine))
+    return ntl.fma(real, cosine, imaginary * (sine * -1.0))
 
 
 def _real_part_rounding_the_real_product(real, imaginary, cosine, sine):
-    return ntl.fma(-imaginary, sine, real * cosine)
+    return ntl.fma(imaginary, sine * -1.0, real * cosine)
 
 
 def _imaginary_part_rounding_the_cosine_product(real, imaginary, cosine, sine):
