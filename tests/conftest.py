@@ -10,7 +10,12 @@ import torch
 
 from ninetoothed_patches import host_driver
 
-pytest.register_assert_rewrite("comparison", "gated_rms_norm_behaviour")
+pytest.register_assert_rewrite(
+    "comparison",
+    "gated_rms_norm_behaviour",
+    "gated_rms_norm_calls",
+    "gated_rms_norm_kernel_behaviour",
+)
 
 # Kernels are either interpreted or compiled in one process: `scripts/run_tests.py`
 # runs this folder and `tests/interpreted/` one after the other.

@@ -21,7 +21,7 @@ from gated_rms_norm_calls import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntops_ext import configs, reference
+from ntops_ext import reference
 from ntops_ext.torch import gated_rms_norm
 
 GATED_MODES = [mode for mode in MODES if mode != "plain"]
@@ -667,57 +667,6 @@ def test_an_empty_input_gives_an_empty_result(device, shape, mode):
 
     following = make_call(2, 32, device=device)
     following.check(following.run())
-
-
-# A row and its company.
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("mode", ["norm_first-silu", "gate_first-silu"])
-@pytest.mark.parametrize("num_rows", [2, 8, 15, 16, 17, 31, 32, 33])
-def test_a_row_does_not_depend_on_its_company(device, num_rows, mode, dtype, is_kernel):
-    """Case N1: the bits of rows together are those of each alone."""
-
-    if not is_kernel:
-        pytest.skip("promised of the kernel; the definition adds as PyTorch does")
-
-    call = make_call(
-        num_rows, 128, mode=mode, dtype=DTYPES[dtype], device=device, seed=num_rows
-    )
-    together = call.run()
-
-    for row in sorted({0, num_rows // 2, num_rows - 1}):
-        assert_equal_bits(together[row : row + 1], call.rows(slice(row, row + 1)).run())
-
-
-@pytest.mark.parametrize(
-    "rows_per_program, num_warps", [(1, 1), (2, 1), (8, 4), (16, 2)]
-)
-@pytest.mark.parametrize("mode", ["plain", "gate_first-silu"])
-@pytest.mark.parametrize("width", [24, 128, 300])
-def test_launch_choices_change_no_bit(
-    device, width, mode, rows_per_program, num_warps, monkeypatch, is_kernel
-):
-    """Case N1: neither the rows of a program nor its warps reach the bits."""
-
-    if not is_kernel:
-        pytest.skip("the definition has no launch choices")
-
-    call = make_call(
-        17, width, mode=mode, dtype=torch.float32, bias=True, device=device
-    )
-    expected = call.run()
-    monkeypatch.setattr(
-        configs,
-        "gated_rms_norm_config",
-        lambda group_size: configs.GatedRMSNormConfig(
-            rows_per_program=rows_per_program,
-            columns_per_piece=None,
-            num_warps=num_warps,
-        ),
-    )
-
-    assert_equal_bits(call.run(), expected)
 
 
 def test_a_call_repeats(device):

@@ -2,6 +2,7 @@
 
 import pytest
 from gated_rms_norm_behaviour import *  # noqa: F403
+from gated_rms_norm_kernel_behaviour import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")
