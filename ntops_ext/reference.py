@@ -9,6 +9,16 @@ import torch.nn.functional as F
 
 ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
+# The largest relative error of one rounding to nearest.
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+
+# The smallest normal magnitudes: below, a rounding has an absolute error.
+_SMALLEST_NORMAL = {
+    torch.bfloat16: 2**-126,
+    torch.float16: 2**-14,
+    torch.float32: 2**-126,
+}
+
 
 def gated_rms_norm(
     input,
@@ -58,3 +68,40 @@ def gated_rms_norm(
         result = result * factor
 
     return result.to(input.dtype if output_dtype is None else output_dtype)
+
+
+def gated_rms_norm_tolerance(
+    input, weight=None, gate=None, *, bias=None, weight_offset=0.0, **options
+):
+    """How far a right result may be from the definition in float64, element by element.
+
+    One rounding to the dtype of `input`, and 16 roundings in float32 of each of the two
+    terms that are added (they may cancel). The bound on the latter is from simulation: a
+    float32 chain stays within 4.5, and a GPU's exponential, division and root add a few.
+
+    :param options: The other arguments of `gated_rms_norm`.
+    :return: A float64 tensor of the shape of `input`.
+    """
+
+    options = {
+        "arithmetic_dtype": torch.float64,
+        "output_dtype": torch.float64,
+        **options,
+    }
+    terms = {"weight_offset": weight_offset, **options}
+    exact = gated_rms_norm(input, weight, gate, bias=bias, **terms)
+    magnitude = gated_rms_norm(input, weight, gate, **terms).abs()
+
+    if bias is not None:
+        size = bias.double().abs().expand_as(exact)
+
+        if gate is not None and options.get("norm_before_gate", True):
+            activation = ACTIVATIONS[options.get("activation", "silu")]
+            size = size * activation(gate.double()).abs()
+
+        magnitude = magnitude + size
+
+    rounding = ROUNDING[input.dtype]
+    normal = exact.abs().clamp_min(_SMALLEST_NORMAL[input.dtype])
+
+    return rounding * (1 + 2**-10) * normal + 16 * 2**-24 * magnitude

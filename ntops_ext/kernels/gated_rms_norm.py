@@ -140,6 +140,16 @@ def _sum_of_columns(terms):
 
         partial = ntl.reshape(lanes, (lanes.shape[0], lanes.shape[1]))
 
+        if partial.shape[1] > 2:
+            # These lie in different warps, and each step would exchange them through
+            # shared memory. So one exchange brings them all to every thread: as the sums
+            # of columns that hold one of them and zeros, in whatever order.
+            index = ntl.arange(0, partial.shape[1])
+            spread = ntl.where(
+                index[:, None] == index[None, :], partial[:, :, None], 0.0
+            )
+            partial = ntl.sum(spread, 1)
+
     for _ in ntl.static_range(5):
         if partial.shape[1] > 1:
             partial = ntl.sum(
@@ -168,7 +178,11 @@ def gated_rms_norm_application(
     norm_before_gate,
 ):
     """The columns of a group are held: they are read once."""
-    value = ntl.cast(input, ntl.float32)
+    # All loads come first: none may wait for the sum, which ends in a barrier.
+    input_loaded = input
+    weight_loaded = weight
+    bias_loaded = bias
+    value = ntl.cast(input_loaded, ntl.float32)
 
     if activation != 0:
         gate_loaded = ntl.cast(gate, ntl.float32)
@@ -179,8 +193,8 @@ def gated_rms_norm_application(
 
     total = _sum_of_columns(ntl.fma(value, value, 0.0))
     scale = ntl.rsqrt(ntl.fma(total, inverse_group_size, eps))
-    scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
-    result = ntl.fma(value * scale, scaled_weight, ntl.cast(bias, ntl.float32))
+    scaled_weight = weight_offset + ntl.cast(weight_loaded, ntl.float32)
+    result = ntl.fma(value * scale, scaled_weight, ntl.cast(bias_loaded, ntl.float32))
 
     if activation != 0:
         if norm_before_gate != 0:
