@@ -101,7 +101,13 @@ def _check_number(name, value):
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
 
-    if not math.isfinite(value):
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        # An int or a fraction that no float holds; the int's digits may be too many, too.
+        raise ValueError(f"`{name}` must be finite as a float, but is not.") from None
+
+    if not is_finite:
         raise ValueError(f"`{name}` must be finite, but is {value}.")
 
 
@@ -166,11 +172,11 @@ def compute(
             weight,
             gate,
             bias=bias,
-            eps=eps,
+            eps=float(eps),
             group_size=group_size,
             norm_before_gate=norm_before_gate,
             activation=activation,
-            weight_offset=weight_offset,
+            weight_offset=float(weight_offset),
         )
 
         return result.contiguous() if out is None else out.copy_(result)
