@@ -6,9 +6,10 @@ To be imported as `gated_rms_norm_behaviour` is.
 import pytest
 import torch
 from comparison import assert_equal_bits
-from gated_rms_norm_calls import DTYPES, make_call
+from gated_rms_norm_calls import DTYPES, lay_out, make_call
 
 from ntops_ext import configs
+from ntops_ext.torch import _rows
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -49,5 +50,85 @@ def test_launch_choices_change_no_bit(
             num_warps=num_warps,
         ),
     )
+
+    assert_equal_bits(call.run(), expected)
+
+
+# Offsets past 2^31. `huge` is a fixture of the importing module: a float16 vector of zeros
+# that is a little longer than 2^31.
+
+
+@pytest.mark.parametrize("name", ["input", "gate", "out"])
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((3, 32), (2**30, 1)),
+        ((2, 3, 32), (2**31 - 64, 64, 1)),
+        ((3, 2, 32), (64, 2**31 - 64, 1)),
+        ((9, 32), (2**28, 1)),
+    ],
+    ids=str,
+)
+def test_rows_past_2_to_the_31(device, huge, name, shape, strides):
+    """Cases S1, S3, S5: no offset wraps, whichever tensor and dimension it is."""
+
+    call = make_call(*shape, dtype=torch.float16, device=device)
+    expected = call.run()
+    view = huge.as_strided(shape, strides)
+
+    if name == "out":
+        actual = call.run(out=view)
+    else:
+        view.copy_(call.tensors[name])
+        actual = call.with_tensors(**{name: view}).run()
+
+    assert_equal_bits(actual.clone(), expected)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_past_2_to_the_31(device, huge, name):
+    """A column of a large matrix is a parameter like any other."""
+
+    call = make_call(3, 9, dtype=torch.float16, bias=True, device=device)
+    expected = call.run()
+    view = huge.as_strided((9,), (2**28,))
+    view.copy_(call.tensors[name])
+
+    assert_equal_bits(call.with_tensors(**{name: view}).run(), expected)
+
+
+@pytest.mark.parametrize("name", ["input", "gate"])
+def test_a_row_past_2_to_the_31(device, huge, name):
+    """A row that spans more than a kernel can address is copied."""
+
+    call = make_call(3, 9, dtype=torch.float16, device=device)
+    expected = call.run()
+    view = huge.as_strided((3, 9), (1, 2**28))
+    view.copy_(call.tensors[name])
+
+    assert_equal_bits(call.with_tensors(**{name: view}).run(), expected)
+
+
+def test_an_out_whose_row_is_past_2_to_the_31(device, huge):
+    """What is written cannot be copied: it is refused by name, and not written."""
+
+    call = make_call(3, 9, dtype=torch.float16, device=device)
+    view = huge.as_strided((3, 9), (1, 2**28))
+    view.fill_(7)
+
+    with pytest.raises(ValueError, match=r"`out`.*2147483647.*\(1, 268435456\)"):
+        call.run(out=view)
+
+    assert (view == 7).all()
+
+
+def test_parts_of_a_call_give_the_bits_of_the_whole(device, monkeypatch):
+    """How a call is split to keep offsets small cannot be seen in its result."""
+
+    call = make_call(7, 5, 32, dtype=torch.float16, bias=True, device=device)
+    gate, _ = lay_out(call.tensors["gate"], "rows_reversed")
+    call = call.with_tensors(gate=gate)
+    expected = call.run()
+    monkeypatch.setattr(_rows.split_rows, "__defaults__", (600,))
 
     assert_equal_bits(call.run(), expected)

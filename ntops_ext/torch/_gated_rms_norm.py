@@ -189,6 +189,11 @@ def compute(
 
     if out is None:
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    elif not _rows.fits(out):
+        raise ValueError(
+            f"`out` must have rows that span at most {_rows.MAX_OFFSET} elements of"
+            f" memory, but has shape {tuple(out.shape)} and strides {out.stride()}."
+        )
 
     if out.numel() > 0 and out.device.type != "meta":
         _run_kernel(
@@ -235,6 +240,7 @@ def _run_kernel(
         activation_code,
         int(norm_before_gate),
     )
+    input, weight, gate, bias = map(_addressable, (input, weight, gate, bias))
     tensors = [input, out] if gate is None else [input, out, gate]
 
     for part in _rows.split_rows(_rows.merge_rows(tensors)):
@@ -260,3 +266,9 @@ def _run_kernel(
             out_part,
             *scalars,
         )
+
+
+def _addressable(tensor):
+    """`tensor`, or a copy of it where one row has offsets that no kernel can compute."""
+
+    return tensor if tensor is None or _rows.fits(tensor) else tensor.contiguous()

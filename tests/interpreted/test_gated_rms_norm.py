@@ -3,6 +3,7 @@
 import pytest
 from gated_rms_norm_behaviour import *  # noqa: F403
 from gated_rms_norm_kernel_behaviour import *  # noqa: F403
+from huge_storage import reserve
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +16,8 @@ def is_kernel():
     """Whether the NineToothed kernel runs, with what it alone promises."""
 
     return True
+
+
+@pytest.fixture
+def huge():
+    return reserve(2**31 + 1024)
