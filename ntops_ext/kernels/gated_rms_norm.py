@@ -159,10 +159,56 @@ def _sum_of_columns(terms):
     return partial
 
 
-# In both applications each mention of a tensor is a load, so what is used twice is bound
-# to a name first; and no name is one of the functions above, whose source is pasted in.
-# An absent weight is the number 1, an absent bias -0, the one number that leaves every
+# In what follows each mention of a tensor is a load, so what is used twice is bound to a
+# name first; and no two functions share a name, for the source of a called one is pasted
+# in. An absent weight is the number 1, an absent bias -0, the one number that leaves every
 # other, +0 and -0 included, as it is when added.
+
+
+def _normalize_held(
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+    parameters_first,
+):
+    input_loaded = input
+    held = ntl.cast(input_loaded, ntl.float32)
+
+    if parameters_first:
+        first_weight = weight
+        first_bias = bias
+
+    if activation != 0:
+        held_gate = ntl.cast(gate, ntl.float32)
+        held_factor = _activate(held_gate, activation, output.dtype == ntl.float32)
+
+        if norm_before_gate == 0:
+            held = held * held_factor
+
+    held_total = _sum_of_columns(ntl.fma(held, held, 0.0))
+    held_scale = ntl.rsqrt(ntl.fma(held_total, inverse_group_size, eps))
+
+    if parameters_first:
+        held_weight = weight_offset + ntl.cast(first_weight, ntl.float32)
+        held_bias = ntl.cast(first_bias, ntl.float32)
+    else:
+        held_weight = weight_offset + ntl.cast(weight, ntl.float32)
+        held_bias = ntl.cast(bias, ntl.float32)
+
+    held_result = ntl.fma(held * held_scale, held_weight, held_bias)
+
+    if activation != 0:
+        if norm_before_gate != 0:
+            held_result = held_result * held_factor
+
+    return held_result
 
 
 def gated_rms_norm_application(
@@ -178,28 +224,51 @@ def gated_rms_norm_application(
     norm_before_gate,
 ):
     """The columns of a group are held: they are read once."""
-    # All loads come first: none may wait for the sum, which ends in a barrier.
-    input_loaded = input
-    weight_loaded = weight
-    bias_loaded = bias
-    value = ntl.cast(input_loaded, ntl.float32)
+    result = _normalize_held(
+        input,
+        gate,
+        weight,
+        bias,
+        output,
+        inverse_group_size,
+        eps,
+        weight_offset,
+        activation,
+        norm_before_gate,
+        False,
+    )
+    output = result  # noqa: F841
 
-    if activation != 0:
-        gate_loaded = ntl.cast(gate, ntl.float32)
-        factor = _activate(gate_loaded, activation, output.dtype == ntl.float32)
 
-        if norm_before_gate == 0:
-            value = value * factor
+def gated_rms_norm_parameters_first_application(
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """Likewise, with weight and bias read before the sum, which they need not wait for.
 
-    total = _sum_of_columns(ntl.fma(value, value, 0.0))
-    scale = ntl.rsqrt(ntl.fma(total, inverse_group_size, eps))
-    scaled_weight = weight_offset + ntl.cast(weight_loaded, ntl.float32)
-    result = ntl.fma(value * scale, scaled_weight, ntl.cast(bias_loaded, ntl.float32))
-
-    if activation != 0:
-        if norm_before_gate != 0:
-            result = result * factor
-
+    That shortens a program and takes registers: see `ntops_ext.configs`.
+    """
+    result = _normalize_held(
+        input,
+        gate,
+        weight,
+        bias,
+        output,
+        inverse_group_size,
+        eps,
+        weight_offset,
+        activation,
+        norm_before_gate,
+        True,
+    )
     output = result  # noqa: F841
 
 
@@ -264,6 +333,7 @@ def premake(
     *,
     row_tile=(1,),
     columns_per_piece=None,
+    parameters_first=True,
     gate=True,
     weight=True,
     bias=False,
@@ -286,6 +356,7 @@ def premake(
     :param group_size: D, which divides N.
     :param row_tile: The rows of a program along each row dimension, powers of two.
     :param columns_per_piece: A power of two, if a group is read piece by piece.
+    :param parameters_first: Whether weight and bias are read before the sum.
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
     :param activation: `NO_GATE`, `SILU` or `SIGMOID`, for ahead-of-time compilation, which
         compiles it in; likewise `norm_before_gate`.
@@ -330,6 +401,10 @@ def premake(
     )
 
     if is_by_pieces:
-        return arrangement_, gated_rms_norm_by_pieces_application, tensors
+        application = gated_rms_norm_by_pieces_application
+    elif parameters_first:
+        application = gated_rms_norm_parameters_first_application
+    else:
+        application = gated_rms_norm_application
 
-    return arrangement_, gated_rms_norm_application, tensors
+    return arrangement_, application, tensors

@@ -225,7 +225,6 @@ def _run_kernel(
     out,
 ):
     kernel = import_kernels().gated_rms_norm
-    config = configs.gated_rms_norm_config(group_size)
 
     if gate is None:
         activation_code = kernel.NO_GATE
@@ -245,6 +244,9 @@ def _run_kernel(
 
     for part in _rows.split_rows(_rows.merge_rows(tensors)):
         input_part, out_part, *gate_parts = part
+        config = configs.gated_rms_norm_config(
+            group_size, input_part.numel() // group_size
+        )
         handle = make_handle(
             kernel.premake,
             num_warps=config.num_warps,
@@ -252,6 +254,7 @@ def _run_kernel(
             group_size=group_size,
             row_tile=configs.row_tile(config.rows_per_program, input_part.shape[:-1]),
             columns_per_piece=config.columns_per_piece,
+            parameters_first=config.parameters_first,
             gate=gate is not None,
             weight=weight is not None,
             bias=bias is not None,
