@@ -28,14 +28,19 @@ def test_a_row_does_not_depend_on_its_company(device, num_rows, mode, dtype):
 
 
 @pytest.mark.parametrize(
-    "rows_per_program, num_warps", [(1, 1), (2, 1), (8, 4), (16, 2)]
+    "choices",
+    [
+        {"rows_per_program": 1, "num_warps": 1},
+        {"rows_per_program": 2, "num_warps": 1, "parameters_first": False},
+        {"rows_per_program": 8, "num_warps": 1},
+        {"rows_per_program": 16, "num_warps": 1, "parameters_first": False},
+    ],
+    ids=lambda choices: str(choices["rows_per_program"]),
 )
 @pytest.mark.parametrize("mode", ["plain", "gate_first-silu"])
 @pytest.mark.parametrize("width", [24, 128, 300])
-def test_launch_choices_change_no_bit(
-    device, width, mode, rows_per_program, num_warps, monkeypatch
-):
-    """Case N1: neither the rows of a program nor its warps reach the bits."""
+def test_launch_choices_change_no_bit(device, width, mode, choices, monkeypatch):
+    """Case N1: neither the rows of a program nor when it reads what reaches the bits."""
 
     call = make_call(
         17, width, mode=mode, dtype=torch.float32, bias=True, device=device
@@ -44,14 +49,24 @@ def test_launch_choices_change_no_bit(
     monkeypatch.setattr(
         configs,
         "gated_rms_norm_config",
-        lambda group_size: configs.GatedRMSNormConfig(
-            rows_per_program=rows_per_program,
-            columns_per_piece=None,
-            num_warps=num_warps,
-        ),
+        lambda group_size, num_groups: configs.GatedRMSNormConfig(**choices),
     )
 
     assert_equal_bits(call.run(), expected)
+
+
+@pytest.mark.parametrize("group_size", [1025, 1280, 3000, 16384])
+def test_the_number_of_groups_changes_no_bit(device, group_size, monkeypatch):
+    """Case N1: calls of few and of many groups are launched differently."""
+
+    call = make_call(2, group_size, dtype=torch.float32, bias=True, device=device)
+    results = []
+
+    for few_groups in (0, 1024):
+        monkeypatch.setattr(configs, "_FEW_GROUPS", few_groups)
+        results.append(call.run())
+
+    assert_equal_bits(*results)
 
 
 # Offsets past 2^31. `huge` is a fixture of the importing module: a float16 vector of zeros
