@@ -99,8 +99,9 @@ class RecordingDriver:
         self.unloaded = []
         # How many threads any kernel may have.
         self.max_threads = 1024
-        # Raised instead of benchmarking, if it is set.
+        # Raised instead of benchmarking or launching, if it is set.
         self.benchmark_error = None
+        self.launch_error = None
         self.utils = types.SimpleNamespace(
             get_device_properties=self._get_device_properties,
             load_binary=self._load_binary,
@@ -180,6 +181,9 @@ class RecordingDriver:
         return loaded if _loads_five() else loaded[:4]
 
     def _record(self, *args):
+        if self.launch_error is not None:
+            raise self.launch_error
+
         *args, last = args
         flat = [*args, *(last if isinstance(last, tuple) else (last,))]
         first = 1 if self._target.backend == "hip" and not _is_plain(flat) else 0

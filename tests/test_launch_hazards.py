@@ -280,13 +280,14 @@ def test_a_number_after_none_is_a_miss(spare):
 # Lifetime.
 
 
-def test_no_call_keeps_its_tensors_alive(driver):
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_no_call_keeps_its_tensors_alive(driver, calls):
     """LP16: neither a miss nor a hit holds on to an argument."""
 
     handle = ninetoothed_patches.planned(launch_kernels.axpy())
     alive = []
 
-    for _ in range(4):
+    for _ in range(calls):
         tensors = [rows() for _ in range(3)]
         alive += map(weakref.ref, tensors)
         alive += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -296,6 +297,26 @@ def test_no_call_keeps_its_tensors_alive(driver):
     driver.clear()
     gc.collect()
     assert [reference() for reference in alive] == [None] * len(alive)
+
+
+def test_a_call_that_fails_keeps_its_tensors_no_longer_than_its_error(driver):
+    """LP16: what was watched of it is forgotten."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.axpy())
+    tensors = [rows() for _ in range(3)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    driver.launch_error = ValueError("cannot be accessed")
+
+    with pytest.raises(ValueError, match="cannot be accessed"):
+        handle(*tensors, 2.0)
+
+    # Its traceback holds the call's frames.
+    driver.launch_error = None
+    del tensors
+    driver.clear()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    assert handle.cache_info().plans == 0
 
 
 def test_a_tensor_set_to_another_storage_is_read_there(driver):
@@ -537,6 +558,28 @@ def test_another_driver_is_another_plan(driver, scale):
     assert driver.take() == []
     assert scale.counts == (4, 2, 0)
     scale.call(x, 0.5, o)
+
+
+def test_another_driver_gives_device_and_stream(driver, scale):
+    """LP32: also where Triton goes on with the kernels it has."""
+
+    x, o = rows(), rows()
+
+    for _ in range(3):
+        scale.call(x, 0.5, o)
+
+    driver.clear()
+
+    with active(RecordingDriver()) as other:
+        other.stream = 99
+        records = []
+
+        for handle in (scale.twin, scale.planned):
+            handle(x, 0.5, o)
+            records.append(driver.take() + other.take())
+
+    assert records[0] == records[1]
+    assert [record.stream for record in records[1]] == [99]
 
 
 # Hooks.

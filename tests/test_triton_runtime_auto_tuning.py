@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import launch_kernels
@@ -227,6 +228,44 @@ def test_threads_that_tune_other_lengths_do_not_lose_plans(driver):
     assert raised == []
     info = handle.cache_info()
     assert (info.hits, info.misses, info.plans) == (196, 4, 4)
+
+
+def test_threads_that_tune_past_the_plans_do_not_break_each_other():
+    """LP36: a call that cannot be planned waits for a tuning that is under way."""
+
+    with recording(load=lambda: time.sleep(0.01)) as driver:
+        handle = ninetoothed_patches.planned(launch_kernels.scale_t())
+        layouts = [
+            (vector(length).as_subclass(Annotated), vector(length))
+            for length in (64, 128, 256, 512)
+        ]
+        barrier, raised = threading.Barrier(4), []
+
+        def call(index):
+            x, o = layouts[index]
+            barrier.wait()
+
+            try:
+                for s in (0.5, 0.25, 2):
+                    handle(x, s, o)
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+
+        for thread in threads:
+            thread.start()
+
+        for thread in threads:
+            thread.join()
+
+        assert raised == []
+        assert handle.cache_info().bypasses == {"tensor subclass": 12}
+        assert driver.records
+
+
+class Annotated(torch.Tensor):
+    """A subclass that adds nothing, and is never planned."""
 
 
 def test_a_tuned_hit_calls_no_more_than_a_plain_one(driver):
