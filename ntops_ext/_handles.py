@@ -14,7 +14,7 @@ _MAKING = threading.RLock()
 
 
 def make_handle(premake, *, num_warps, num_stages=1, **keywords):
-    """The handle of `premake(**keywords)` with this configuration.
+    """The handle of `premake(**keywords)` with this configuration, with launch plans.
 
     :param premake: A function of `ntops_ext.kernels` that returns an arrangement, an
         application and tensors.
@@ -40,7 +40,6 @@ def _make(premake, num_warps, num_stages, keywords):
             *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
         )
 
-    # Ours only: nobody else's kernels get launch plans unless they ask for them.
     return ninetoothed_patches.planned(handle)
 
 

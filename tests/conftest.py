@@ -1,16 +1,50 @@
-"""What every test module shares: which tests this process can run."""
+"""What every test module shares: which tests this process can run, and which it does.
+
+Tests marked `slow` (tens of gigabytes, or minutes) run only where `-m` names the mark.
+"""
+
+import os
 
 import pytest
 import torch
 
 from ninetoothed_patches import host_driver
 
+pytest.register_assert_rewrite(
+    "comparison",
+    "gated_rms_norm_behaviour",
+    "gated_rms_norm_calls",
+    "gated_rms_norm_kernel_behaviour",
+)
+
 # Kernels are either interpreted or compiled in one process: `scripts/run_tests.py`
 # runs this folder and `tests/interpreted/` one after the other.
-collect_ignore = [] if host_driver.interpreter_is_on() else ["interpreted"]
+if host_driver.interpreter_is_on():
+    collect_ignore_glob = ["test_*.py"]
+else:
+    collect_ignore = ["interpreted"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import pathlib
+        import tempfile
+
+        import ninetoothed.generation
+
+        # NineToothed writes its generated sources in place: of two processes that make
+        # one kernel at once, one may import half a file. Each worker has a folder.
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        ninetoothed.generation.CACHE_DIR = pathlib.Path(folder.name)
+
+
+def pytest_collection_modifyitems(config, items):
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+
     if torch.cuda.is_available() and not host_driver.interpreter_is_on():
         return
 

@@ -126,40 +126,51 @@ def test_ten_million_elements_have_every_bit_of_eager(dtype, head_dim):
     assert_equal_bits([qk_norm_rope(*arguments)], [reference.qk_norm_rope(*arguments)])
 
 
+SHAPES = [
+    {"batch": 2, "tokens": 17, "heads": 4, "kv_heads": 4},
+    {"batch": 2, "tokens": 17, "heads": 6, "kv_heads": 6},
+    {"tokens": 1, "prefix": 1, "heads": 1, "kv_heads": 1},
+    {"tokens": 1, "prefix": 128, "heads": 32, "kv_heads": 4},
+    {"tokens": 17, "heads": 30, "kv_heads": 30},
+    {"batch": 2, "tokens": 37, "heads": 32, "kv_heads": 4},
+    {"batch": 2, "heads": 40, "kv_heads": 40},
+    {"tokens": 33, "heads": 2, "kv_heads": 12},
+    {"prefix": 0},
+    {"tokens": 0},
+    {"padding": 5},
+    {"padding": 8, "batch": 2},
+    {"tokens": 300, "head_dim": 64, "heads": 24, "kv_heads": 24},
+    {"tokens": 300, "head_dim": 96},
+    {"tokens": 300, "head_dim": 256},
+    {"tokens": 300, "head_dim": 80},
+    {"tokens": 300, "head_dim": 2},
+    {"tokens": 1, "head_dim": 256, "heads": 32, "kv_heads": 4},
+    {"tokens": 1, "head_dim": 96, "heads": 32, "kv_heads": 4},
+    {"tokens": 5, "head_dim": 4096, "heads": 2, "kv_heads": 2},
+]
+
+# A kernel takes seconds to make: the other dtypes in the shapes where they differ most.
+OTHER_DTYPES = [
+    {"tokens": 1, "prefix": 128, "heads": 32, "kv_heads": 4},
+    {"padding": 5},
+    *[{"tokens": 300, "head_dim": head_dim} for head_dim in (64, 96, 128, 256)],
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
+    "shape, dtype",
     [
-        {"batch": 2, "tokens": 17, "heads": 4, "kv_heads": 4},
-        {"batch": 2, "tokens": 17, "heads": 6, "kv_heads": 6},
-        {"tokens": 1, "prefix": 1, "heads": 1, "kv_heads": 1},
-        {"tokens": 1, "prefix": 128, "heads": 32, "kv_heads": 4},
-        {"tokens": 17, "heads": 30, "kv_heads": 30},
-        {"batch": 2, "tokens": 37, "heads": 32, "kv_heads": 4},
-        {"batch": 2, "heads": 40, "kv_heads": 40},
-        {"tokens": 33, "heads": 2, "kv_heads": 12},
-        {"prefix": 0},
-        {"tokens": 0},
-        {"padding": 5},
-        {"padding": 8, "batch": 2},
-        {"tokens": 300, "head_dim": 64, "heads": 24, "kv_heads": 24},
-        {"tokens": 300, "head_dim": 96},
-        {"tokens": 300, "head_dim": 256},
-        {"tokens": 300, "head_dim": 80},
-        {"tokens": 300, "head_dim": 2},
-        {"tokens": 1, "head_dim": 256, "heads": 32, "kv_heads": 4},
-        {"tokens": 1, "head_dim": 96, "heads": 32, "kv_heads": 4},
-        {"tokens": 5, "head_dim": 4096, "heads": 2, "kv_heads": 2},
+        *[(shape, torch.bfloat16) for shape in SHAPES],
+        *[(shape, torch.float16) for shape in OTHER_DTYPES],
+        *[(shape, torch.float32) for shape in OTHER_DTYPES],
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str
 )
 def test_shapes_and_strides(shape, dtype):
     """Shapes of models and of nobody, with canaries around every tensor."""
 
-    for sources in ("", "kv"):
-        check_pack(make_pack(**shape, dtype=dtype, device="cuda", sources=sources))
+    sources = ("", "kv")[shape.get("heads", 8) % 4 == 0]
+    check_pack(make_pack(**shape, dtype=dtype, device="cuda", sources=sources))
 
 
 @pytest.mark.parametrize("part", ["real", "imaginary"])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import triton
 from rope_inputs import make_pack
 
 from ninetoothed_patches import host_driver
@@ -19,6 +20,13 @@ NOTHING = ("nothing", "decreasing")
 
 # Head width -> the order in which the builds of PyTorch that were seen add.
 ORDERS = {64: NOTHING, 96: ("lanes", "decreasing"), 128: VECTORS, 256: VECTORS}
+
+# Before, a table changes its layout through 256 bytes of shared memory, and code for AMD
+# is linked by a program that has to be installed.
+needs_triton_3_5 = pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5),
+    reason="what is asked for holds from Triton 3.5 on",
+)
 
 
 def compile_pack(target, *, sources="", order=VECTORS, **shape):
@@ -116,6 +124,7 @@ def test_dense_heads_are_moved_by_16_bytes(target, sources, tiles):
     assert stores == {"st.global.v4.b32": 4 * (tiles + 2)}
 
 
+@needs_triton_3_5
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_leaves_the_warp(target):
     """No barrier, no shared and no local memory; sums in half a warp, by 64 exchanges."""
@@ -133,6 +142,7 @@ def test_nothing_leaves_the_warp(target):
     assert count(ptx, r"\bshfl\.sync\.idx\S*")["shfl.sync.idx.b32"] <= 24
 
 
+@needs_triton_3_5
 @pytest.mark.parametrize("target", ["sm_90"])
 def test_single_tensor_is_moved_by_16_bytes(target):
     """`qk_norm_rope` has the code of the pack, for one tensor."""
@@ -190,6 +200,7 @@ def test_padded_tokens_compile():
     assert count(ptx, r"\bst\.global\S*")
 
 
+@needs_triton_3_5
 @pytest.mark.parametrize("sources", ["", "kv"])
 def test_compiles_for_gfx942(sources):
     """Nothing in the kernels is NVIDIA's."""

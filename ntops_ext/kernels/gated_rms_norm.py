@@ -71,10 +71,10 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece):
     return tuple(arrange(tensor) for tensor in tensors)
 
 
-def _exp(exponent):
-    # `exp` in float32 to one unit in the last place: 2 to the nearest whole power, times
-    # a polynomial (Taylor's) of the rest. Triton's own rounds `exponent * log2(e)`, which
-    # costs up to `exponent` units.
+def _one_plus_exp(exponent):
+    # 1 + `exp` in float32, the latter to one unit in the last place: 2 to the nearest whole
+    # power, times a polynomial (Taylor's) of the rest. Triton's own rounds
+    # `exponent * log2(e)`, which costs up to `exponent` units.
     bounded = ntl.where(exponent > 90.0, 90.0, exponent)
     bounded = ntl.where(bounded < -110.0, -110.0, bounded)
     power = ntl.floor(ntl.fma(bounded, 1.4426950408889634, 0.5))
@@ -89,7 +89,7 @@ def _exp(exponent):
     series = ntl.fma(series, rest, 1.0)
     series = ntl.fma(series, rest, 1.0)
 
-    return series * ntl.exp2(power)
+    return ntl.fma(series, ntl.exp2(power), 1.0)
 
 
 def _activate(gate_value, activation, is_float32):
@@ -100,8 +100,8 @@ def _activate(gate_value, activation, is_float32):
         numerator = ntl.full(gate_value.shape, 1.0, ntl.float32)
 
     if is_float32:
-        precise_exponential = _exp(-gate_value)
-        activated = ntl.div_rn(numerator, 1.0 + precise_exponential)
+        denominator = _one_plus_exp(-gate_value)
+        activated = ntl.div_rn(numerator, denominator)
     else:
         activated = numerator / (1.0 + ntl.exp(-gate_value))
 

@@ -62,7 +62,14 @@ def check_shape(name, tensor, expected, meaning):
 
 
 def check_no_self_overlap(name, tensor):
-    """:raises ValueError: If two elements of `tensor` may share memory."""
+    """:raises ValueError: If two elements of `tensor` may share memory.
+
+    Two do not where each dimension steps over all that the smaller steps span. Views that
+    interleave dimensions in another way are refused, too.
+    """
+
+    if tensor.numel() == 0:
+        return
 
     extent = 0
 
@@ -73,17 +80,24 @@ def check_no_self_overlap(name, tensor):
     ):
         if stride <= extent:
             raise ValueError(
-                f"`{name}` is written, so no two of its elements may share memory, but"
-                f" it has shape {tuple(tensor.shape)} and strides {tensor.stride()}."
+                f"`{name}` is written, so no two of its elements may share memory:"
+                f" each of its strides must exceed what the smaller ones span, but it has"
+                f" shape {tuple(tensor.shape)} and strides {tensor.stride()}."
             )
 
         extent += stride * (size - 1)
 
 
 def overlap(first, second):
-    """Whether two tensors have a byte of memory in common. Exact, not by extents."""
+    """Whether two tensors have a byte of memory in common. Exact, not by extents.
+
+    Tensors on the meta device have no memory.
+    """
 
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
+        return False
+
+    if first.is_meta:
         return False
 
     first_start, first_end = _extent(first)

@@ -101,7 +101,13 @@ def _check_number(name, value):
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
 
-    if not math.isfinite(value):
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        # An int or a fraction that no float holds; the int's digits may be too many, too.
+        raise ValueError(f"`{name}` must be finite as a float, but is not.") from None
+
+    if not is_finite:
         raise ValueError(f"`{name}` must be finite, but is {value}.")
 
 
@@ -166,11 +172,11 @@ def compute(
             weight,
             gate,
             bias=bias,
-            eps=eps,
+            eps=float(eps),
             group_size=group_size,
             norm_before_gate=norm_before_gate,
             activation=activation,
-            weight_offset=weight_offset,
+            weight_offset=float(weight_offset),
         )
 
         return result.contiguous() if out is None else out.copy_(result)
@@ -183,6 +189,11 @@ def compute(
 
     if out is None:
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    elif not _rows.fits(out):
+        raise ValueError(
+            f"`out` must have rows that span at most {_rows.MAX_OFFSET} elements of"
+            f" memory, but has shape {tuple(out.shape)} and strides {out.stride()}."
+        )
 
     if out.numel() > 0 and out.device.type != "meta":
         _run_kernel(
@@ -228,6 +239,7 @@ def _run_kernel(
         activation_code,
         int(norm_before_gate),
     )
+    input, weight, gate, bias = map(_addressable, (input, weight, gate, bias))
     tensors = [input, out] if gate is None else [input, out, gate]
 
     for part in _rows.split_rows(_rows.merge_rows(tensors)):
@@ -257,3 +269,9 @@ def _run_kernel(
             out_part,
             *scalars,
         )
+
+
+def _addressable(tensor):
+    """`tensor`, or a copy of it where one row has offsets that no kernel can compute."""
+
+    return tensor if tensor is None or _rows.fits(tensor) else tensor.contiguous()

@@ -4,6 +4,12 @@
 MAX_OFFSET = 2**31 - 1
 
 
+def fits(tensor):
+    """Whether a row of `tensor`, or what is a row itself, has no offset too large."""
+
+    return (tensor.shape[-1] - 1) * tensor.stride(-1) <= MAX_OFFSET
+
+
 def merge_rows(tensors):
     """The same tensors of one shape `(*rows, N)` with the fewest row dimensions.
 

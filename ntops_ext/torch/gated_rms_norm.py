@@ -28,11 +28,13 @@ def gated_rms_norm(
     row's bits depend on that row alone: not on the other rows, on strides, or on the run.
 
     Tensors are float16, bfloat16 or float32, each of its own dtype, on one device, and of
-    any strides: no layout is copied. Accesses are 16 bytes wide where the last dimension
-    is dense and the other strides are multiples of 16 elements.
+    any strides: no layout is copied, but one in which the columns of a row span more than
+    2**31 elements of memory. Accesses are 16 bytes wide where the last dimension is dense
+    and the other strides are multiples of 16 elements.
 
-    A CPU tensor is computed by `ntops_ext.reference.gated_rms_norm`, or, if Triton's
-    interpreter is on (`TRITON_INTERPRET=1`), by the kernel under the interpreter.
+    A CPU tensor is computed by `ntops_ext.reference.gated_rms_norm`, whose bits may depend
+    on the other rows and on strides as PyTorch's sums do; or, if Triton's interpreter is
+    on (`TRITON_INTERPRET=1`), by the kernel under the interpreter.
 
     :param input: A tensor of shape `(..., N)`, of any size: 0 rows, or more than 2**31
         elements.
@@ -46,7 +48,8 @@ def gated_rms_norm(
     :param activation: `"silu"` (the same as `"swish"`) or `"sigmoid"`.
     :param weight_offset: What is added to `weight`, in float32. Must be 0 without one.
     :param out: Where the result is written: a tensor of the shape, dtype and device of
-        `input`. It may be `input` itself and must not overlap an argument otherwise.
+        `input`. It may be `input` itself and must not overlap an argument otherwise; the
+        columns of one of its rows span at most 2**31 elements of memory.
     :return: `out`, or a new contiguous tensor of the shape and dtype of `input`.
     :raises TypeError: If an argument is of a wrong kind or dtype.
     :raises ValueError: If a shape, device, overlap or value is wrong.

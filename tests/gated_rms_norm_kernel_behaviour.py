@@ -1,0 +1,149 @@
+"""What the kernel of `gated_rms_norm` promises beyond its definition: bits.
+
+To be imported as `gated_rms_norm_behaviour` is.
+"""
+
+import pytest
+import torch
+from comparison import assert_equal_bits
+from gated_rms_norm_calls import DTYPES, lay_out, make_call
+
+from ntops_ext import configs
+from ntops_ext.torch import _rows
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("mode", ["norm_first-silu", "gate_first-silu"])
+@pytest.mark.parametrize("num_rows", [2, 8, 15, 16, 17, 31, 32, 33])
+def test_a_row_does_not_depend_on_its_company(device, num_rows, mode, dtype):
+    """Case N1: the bits of rows together are those of each alone."""
+
+    call = make_call(
+        num_rows, 128, mode=mode, dtype=DTYPES[dtype], device=device, seed=num_rows
+    )
+    together = call.run()
+
+    for row in sorted({0, num_rows // 2, num_rows - 1}):
+        assert_equal_bits(together[row : row + 1], call.rows(slice(row, row + 1)).run())
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"rows_per_program": 1, "num_warps": 1},
+        {"rows_per_program": 2, "num_warps": 1, "parameters_first": False},
+        {"rows_per_program": 8, "num_warps": 1},
+        {"rows_per_program": 16, "num_warps": 1, "parameters_first": False},
+    ],
+    ids=lambda choices: str(choices["rows_per_program"]),
+)
+@pytest.mark.parametrize("mode", ["plain", "gate_first-silu"])
+@pytest.mark.parametrize("width", [24, 128, 300])
+def test_launch_choices_change_no_bit(device, width, mode, choices, monkeypatch):
+    """Case N1: neither the rows of a program nor when it reads what reaches the bits."""
+
+    call = make_call(
+        17, width, mode=mode, dtype=torch.float32, bias=True, device=device
+    )
+    expected = call.run()
+    monkeypatch.setattr(
+        configs,
+        "gated_rms_norm_config",
+        lambda group_size, num_groups: configs.GatedRMSNormConfig(**choices),
+    )
+
+    assert_equal_bits(call.run(), expected)
+
+
+@pytest.mark.parametrize("group_size", [1025, 1280, 3000, 16384])
+def test_the_number_of_groups_changes_no_bit(device, group_size, monkeypatch):
+    """Case N1: calls of few and of many groups are launched differently."""
+
+    call = make_call(2, group_size, dtype=torch.float32, bias=True, device=device)
+    results = []
+
+    for few_groups in (0, 1024):
+        monkeypatch.setattr(configs, "_FEW_GROUPS", few_groups)
+        results.append(call.run())
+
+    assert_equal_bits(*results)
+
+
+# Offsets past 2^31. `huge` is a fixture of the importing module: a float16 vector of zeros
+# that is a little longer than 2^31.
+
+
+@pytest.mark.parametrize("name", ["input", "gate", "out"])
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((3, 32), (2**30, 1)),
+        ((2, 3, 32), (2**31 - 64, 64, 1)),
+        ((3, 2, 32), (64, 2**31 - 64, 1)),
+        ((9, 32), (2**28, 1)),
+    ],
+    ids=str,
+)
+def test_rows_past_2_to_the_31(device, huge, name, shape, strides):
+    """Cases S1, S3, S5: no offset wraps, whichever tensor and dimension it is."""
+
+    call = make_call(*shape, dtype=torch.float16, device=device)
+    expected = call.run()
+    view = huge.as_strided(shape, strides)
+
+    if name == "out":
+        actual = call.run(out=view)
+    else:
+        view.copy_(call.tensors[name])
+        actual = call.with_tensors(**{name: view}).run()
+
+    assert_equal_bits(actual.clone(), expected)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_past_2_to_the_31(device, huge, name):
+    """A column of a large matrix is a parameter like any other."""
+
+    call = make_call(3, 9, dtype=torch.float16, bias=True, device=device)
+    expected = call.run()
+    view = huge.as_strided((9,), (2**28,))
+    view.copy_(call.tensors[name])
+
+    assert_equal_bits(call.with_tensors(**{name: view}).run(), expected)
+
+
+@pytest.mark.parametrize("name", ["input", "gate"])
+def test_a_row_past_2_to_the_31(device, huge, name):
+    """A row that spans more than a kernel can address is copied."""
+
+    call = make_call(3, 9, dtype=torch.float16, device=device)
+    expected = call.run()
+    view = huge.as_strided((3, 9), (1, 2**28))
+    view.copy_(call.tensors[name])
+
+    assert_equal_bits(call.with_tensors(**{name: view}).run(), expected)
+
+
+def test_an_out_whose_row_is_past_2_to_the_31(device, huge):
+    """What is written cannot be copied: it is refused by name, and not written."""
+
+    call = make_call(3, 9, dtype=torch.float16, device=device)
+    view = huge.as_strided((3, 9), (1, 2**28))
+    view.fill_(7)
+
+    with pytest.raises(ValueError, match=r"`out`.*2147483647.*\(1, 268435456\)"):
+        call.run(out=view)
+
+    assert (view == 7).all()
+
+
+def test_parts_of_a_call_give_the_bits_of_the_whole(device, monkeypatch):
+    """How a call is split to keep offsets small cannot be seen in its result."""
+
+    call = make_call(7, 5, 32, dtype=torch.float16, bias=True, device=device)
+    gate, _ = lay_out(call.tensors["gate"], "rows_reversed")
+    call = call.with_tensors(gate=gate)
+    expected = call.run()
+    monkeypatch.setattr(_rows.split_rows, "__defaults__", (600,))
+
+    assert_equal_bits(call.run(), expected)

@@ -1,0 +1,115 @@
+"""The checks of arguments that do not belong to one operator."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ntops_ext.torch import _checks
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=300, database=None)
+
+_BUFFER = torch.zeros(512, dtype=torch.uint8)
+
+
+@st.composite
+def _views(draw):
+    """A view of up to 4 dimensions of one buffer, in some dtype."""
+
+    dtype = draw(st.sampled_from([torch.float16, torch.float32, torch.int8]))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    strides = [draw(st.integers(0, 9)) for _ in shape]
+    start = draw(st.integers(0, 20)) * dtype.itemsize
+
+    return (
+        _BUFFER[start:].view(dtype).as_strided(shape, strides, start // dtype.itemsize)
+    )
+
+
+def memory_of(tensor):
+    """The addresses of each element's bytes, element by element: the oracle."""
+
+    offsets = [0] if tensor.numel() else []
+
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = [one + index * stride for one in offsets for index in range(size)]
+
+    item_size = tensor.element_size()
+
+    return [
+        [tensor.data_ptr() + offset * item_size + byte for byte in range(item_size)]
+        for offset in offsets
+    ]
+
+
+def bytes_of(tensor):
+    return {byte for element in memory_of(tensor) for byte in element}
+
+
+@SETTINGS
+@given(_views(), _views())
+def test_overlap_is_exact(first, second):
+    """Two tensors overlap if and only if they have a byte in common."""
+
+    expected = bool(bytes_of(first) & bytes_of(second))
+
+    assert _checks.overlap(first, second) is expected
+    assert _checks.overlap(second, first) is expected
+
+
+@SETTINGS
+@given(_views(), _views())
+def test_the_same_view_is_the_same_memory_in_the_same_order(first, second):
+    """Strides of sizes of 1 mean nothing."""
+
+    if first.numel() == 0 or second.numel() == 0:
+        return
+
+    expected = (first.dtype, first.shape, memory_of(first)) == (
+        second.dtype,
+        second.shape,
+        memory_of(second),
+    )
+
+    assert _checks.is_same_view(first, second) is expected
+
+
+@SETTINGS
+@given(_views())
+def test_what_overlaps_itself_is_refused(tensor):
+    """Nothing whose elements share memory passes."""
+
+    num_elements = len(memory_of(tensor))
+    overlaps = len({tuple(element) for element in memory_of(tensor)}) < num_elements
+
+    if overlaps:
+        with pytest.raises(ValueError, match="`x`"):
+            _checks.check_no_self_overlap("x", tensor)
+
+
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((3, 4), (4, 1)),
+        ((3, 4), (1, 3)),
+        ((3, 4), (8, 2)),
+        ((2, 3, 4), (4, 8, 1)),
+        ((1, 4), (0, 1)),
+        ((4, 1), (1, 0)),
+        ((0, 4), (0, 0)),
+        ((), ()),
+    ],
+    ids=str,
+)
+def test_what_does_not_overlap_itself_is_not_refused(shape, strides):
+    """Slices, permutations, gaps, and strides that mean nothing."""
+
+    _checks.check_no_self_overlap("x", torch.zeros(64).as_strided(shape, strides))
+
+
+def test_tensors_without_memory_share_none():
+    """On the meta device there are no addresses."""
+
+    tensor = torch.empty(4, 4, device="meta")
+
+    assert not _checks.overlap(tensor, tensor)

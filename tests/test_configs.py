@@ -1,0 +1,107 @@
+"""Launch choices: pure functions, whose promises are checked width by width."""
+
+import math
+
+import pytest
+
+from ntops_ext import configs
+
+GROUP_SIZES = [*range(1, 3000), 3584, 4096, 5120, 7168, 8192, 10240, 12288, 16384]
+
+NUM_GROUPS = [1, 2, 16, 1023, 1024, 10**6]
+
+
+@pytest.mark.parametrize("num_groups", NUM_GROUPS)
+def test_no_two_threads_hold_the_same_column(num_groups):
+    """Where there are several warps, each has 256 lanes or more of its own."""
+
+    for group_size in [*GROUP_SIZES, 20000, 65536, 131072]:
+        config = configs.gated_rms_norm_config(group_size, num_groups)
+        lanes = configs.next_power_of_2(group_size)
+        held = config.rows_per_program * min(lanes, config.columns_per_piece or lanes)
+
+        assert config.num_warps == 1 or held >= 256 * config.num_warps, group_size
+
+
+def test_the_order_of_additions_depends_on_the_group_size_alone():
+    """Of all choices, the pieces are what can change bits."""
+
+    for group_size in [*GROUP_SIZES, 16385, 20000, 32768, 65536, 131072, 10**6]:
+        pieces = {
+            configs.gated_rms_norm_config(group_size, num_groups).columns_per_piece
+            for num_groups in NUM_GROUPS
+        }
+
+        assert len(pieces) == 1, group_size
+        assert (pieces == {None}) == (configs.next_power_of_2(group_size) <= 16384)
+
+
+def test_what_is_held_fits_in_registers():
+    """At most 64 float32 values of a tensor a thread."""
+
+    for group_size in [*GROUP_SIZES, 65536]:
+        for num_groups in NUM_GROUPS:
+            config = configs.gated_rms_norm_config(group_size, num_groups)
+            lanes = configs.next_power_of_2(group_size)
+            held = config.rows_per_program * min(
+                lanes, config.columns_per_piece or lanes
+            )
+
+            assert held <= 64 * 32 * config.num_warps, (group_size, num_groups)
+
+
+def test_every_choice_is_a_power_of_two():
+    """As Triton needs it."""
+
+    for group_size in GROUP_SIZES:
+        for num_groups in NUM_GROUPS:
+            config = configs.gated_rms_norm_config(group_size, num_groups)
+
+            for value in (config.rows_per_program, config.num_warps):
+                assert value == configs.next_power_of_2(value)
+
+
+def test_new_numbers_of_rows_make_few_kernels():
+    """Case P2: from 1 row to any number, a width has at most two configurations."""
+
+    for group_size in GROUP_SIZES:
+        found = {
+            configs.gated_rms_norm_config(group_size, num_groups)
+            for num_groups in (1, 2, 63, 64, 1000, 1023, 1024, 1025, 4096, 10**6)
+        }
+
+        assert len(found) <= 2, group_size
+
+
+@pytest.mark.parametrize("rows_per_program", [1, 2, 8, 32, 1024])
+@pytest.mark.parametrize(
+    "row_sizes",
+    [(1,), (5,), (10**6,), (3, 2), (7, 40), (10**6, 3), (2, 3, 5), (4, 1, 9)],
+)
+def test_a_tile_of_rows_has_as_many_as_asked(rows_per_program, row_sizes):
+    """In powers of two, and none reaches further than its dimension but the first."""
+
+    tile = configs.row_tile(rows_per_program, row_sizes)
+
+    assert len(tile) == len(row_sizes)
+    assert math.prod(tile) == rows_per_program
+    assert all(rows == configs.next_power_of_2(rows) for rows in tile)
+    assert all(
+        rows <= configs.next_power_of_2(size)
+        for rows, size in zip(tile[1:], row_sizes[1:], strict=True)
+    )
+
+
+def test_the_first_dimension_does_not_choose_the_tile():
+    """So that a new number of tokens makes no new kernel."""
+
+    assert {configs.row_tile(32, (tokens, 8)) for tokens in range(1, 100)} == {(4, 8)}
+
+
+@pytest.mark.parametrize(
+    "value, expected", [(1, 1), (2, 2), (3, 4), (4, 4), (1280, 2048), (8193, 16384)]
+)
+def test_next_power_of_2(value, expected):
+    """The smallest that is not less."""
+
+    assert configs.next_power_of_2(value) == expected

@@ -1,0 +1,255 @@
+"""NineToothed without a GPU: the stand-in driver, and what is compiled with it."""
+
+import threading
+
+import ninetoothed
+import pytest
+import torch
+import triton
+from ninetoothed import Tensor, block_size
+from triton.backends.compiler import GPUTarget
+
+from ninetoothed_patches import host_driver
+
+without_a_driver = pytest.mark.skipif(
+    host_driver.driver_is_present(), reason="Triton has a driver here"
+)
+
+
+def host_driver_arrangement(x, y):
+    return x.tile((4, 64)), y.tile((4, 64))
+
+
+def host_driver_application(x, y):
+    y = x  # noqa: F841
+
+
+def make(**options):
+    with host_driver.stand_in():
+        return ninetoothed.make(
+            host_driver_arrangement,
+            host_driver_application,
+            (Tensor(shape=(None, 64), name="x"), Tensor(shape=(None, 64), name="y")),
+            **{"num_warps": 1, "num_stages": 1, **options},
+        )
+
+
+def active_driver():
+    """What was set, without asking for the default driver, which may not exist."""
+
+    config = triton.runtime.driver
+
+    return config._active if hasattr(config, "_active") else config.active
+
+
+@without_a_driver
+def test_nothing_can_be_made_without_it():
+    """What the stand-in is for."""
+
+    with pytest.raises(RuntimeError):
+        ninetoothed.make(
+            host_driver_arrangement,
+            host_driver_application,
+            (Tensor(shape=(None, 64), name="x"), Tensor(shape=(None, 64), name="y")),
+            num_warps=1,
+            num_stages=1,
+        )
+
+
+@without_a_driver
+def test_it_is_gone_after_the_block():
+    """Whether the block ends well or not, and when blocks are nested."""
+
+    before = active_driver()
+
+    with host_driver.stand_in():
+        outer = active_driver()
+
+        with host_driver.stand_in():
+            assert active_driver() is outer
+
+        assert active_driver() is outer is not before
+
+    assert active_driver() is before
+    assert not host_driver.driver_is_present()
+
+    with pytest.raises(ZeroDivisionError):
+        with host_driver.stand_in():
+            raise ZeroDivisionError
+
+    assert active_driver() is before
+
+
+class _Driver:
+    """A driver that somebody has set."""
+
+    def get_current_device(self):
+        raise AssertionError("not asked here")
+
+
+@without_a_driver
+def test_it_never_replaces_a_driver_that_is_set():
+    """Neither a GPU's nor one set by hand."""
+
+    config = triton.runtime.driver
+    before = active_driver()
+    driver = _Driver()
+    config.set_active(driver)
+
+    try:
+        assert host_driver.driver_is_present()
+
+        with host_driver.stand_in():
+            assert active_driver() is driver
+
+        assert active_driver() is driver
+    finally:
+        if hasattr(config, "_active"):
+            config._active = before
+        else:
+            config.active = before
+
+
+def test_it_never_replaces_the_driver_of_a_gpu(monkeypatch):
+    """Where a backend has a driver, nothing is set."""
+
+    monkeypatch.setattr(host_driver, "driver_is_present", lambda: True)
+    before = (
+        active_driver()
+        if not hasattr(triton.runtime.driver, "_active")
+        else (triton.runtime.driver._active)
+    )
+
+    def refuse(driver):
+        raise AssertionError("a driver was set")
+
+    monkeypatch.setattr(triton.runtime.driver, "set_active", refuse)
+
+    with host_driver.stand_in():
+        assert getattr(triton.runtime.driver, "_active", before) is before
+
+
+@without_a_driver
+def test_threads_wait_for_each_other():
+    """One thread's block does not end while another's still needs the driver."""
+
+    before = active_driver()
+    failures = []
+
+    def use():
+        for _ in range(50):
+            with host_driver.stand_in():
+                try:
+                    triton.runtime.driver.active.get_current_device()
+                except BaseException as failure:
+                    failures.append(failure)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+
+    for thread in threads:
+        thread.start()
+
+    for thread in threads:
+        thread.join(60)
+
+    assert failures == []
+    assert active_driver() is before
+
+
+def test_the_interpreter_is_off_here():
+    """And a process that has it on says so: see `tests/interpreted`."""
+
+    assert not host_driver.interpreter_is_on()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_a_named_target(target):
+    """The assembly is for it."""
+
+    x = torch.zeros(8, 64)
+    compiled = host_driver.compile_call(make(), x, x, target=target)
+
+    assert f".target {target}" in compiled.asm["ptx"]
+
+
+def test_a_target_of_another_kind():
+    """A `GPUTarget` serves as well as a name."""
+
+    x = torch.zeros(8, 64)
+    compiled = host_driver.compile_call(
+        make(), x, x, target=GPUTarget("hip", "gfx942", 64)
+    )
+
+    assert "gfx942" in compiled.asm["amdgcn"]
+
+
+def test_an_unknown_target_is_refused():
+    """By name, with those that are known."""
+
+    x = torch.zeros(8, 64)
+
+    with pytest.raises(ValueError, match="`target`.*'sm_1'.*'sm_90'.*GPUTarget"):
+        host_driver.compile_call(make(), x, x, target="sm_1")
+
+
+def test_nothing_is_launched():
+    """The tensors keep what they hold."""
+
+    x, y = torch.ones(8, 64), torch.zeros(8, 64)
+    host_driver.compile_call(make(), x, y, target="sm_90")
+
+    assert not y.any()
+
+
+def test_alignment_reaches_the_compiler():
+    """A tensor that is not 16-byte aligned is not accessed 16 bytes at once."""
+
+    handle = make()
+    aligned, buffer = torch.zeros(8, 64), torch.zeros(8 * 64 + 1)
+    ptx = [
+        host_driver.compile_call(handle, x, aligned, target="sm_90").asm["ptx"]
+        for x in (aligned, buffer[1:].view(8, 64))
+    ]
+
+    assert "ld.global.v4" in ptx[0]
+    assert "ld.global.v4" not in ptx[1]
+    assert all("st.global.v4" in one for one in ptx)
+
+
+def test_keywords_are_arguments_too():
+    """As for the handle itself."""
+
+    handle = make()
+    x, y = torch.zeros(8, 64), torch.zeros(8, 64)
+    by_position = host_driver.compile_call(handle, x, y, target="sm_90")
+    by_name = host_driver.compile_call(handle, y=y, x=x, target="sm_90")
+
+    assert by_position.asm["ptx"] == by_name.asm["ptx"]
+
+
+def host_driver_tuned_arrangement(x, y, size=None):
+    size = block_size(32, 64) if size is None else size
+
+    return x.tile((size,)), y.tile((size,))
+
+
+def host_driver_tuned_application(x, y):
+    y = x  # noqa: F841
+
+
+def test_an_auto_tuned_handle_is_refused():
+    """Which binary it launches is known on a GPU only."""
+
+    with host_driver.stand_in():
+        handle = ninetoothed.make(
+            host_driver_tuned_arrangement,
+            host_driver_tuned_application,
+            (Tensor(1, name="x"), Tensor(1, name="y")),
+            num_warps=1,
+            num_stages=1,
+        )
+
+    x = torch.zeros(64)
+
+    with pytest.raises(TypeError, match="`handle`.*host_driver_tuned.*auto-tuned"):
+        host_driver.compile_call(handle, x, x, target="sm_90")
