@@ -6,6 +6,7 @@ reading five tensors by a loop costs twice as much.
 Comparing a call with one that was seen before needs no key: `tensor_guard` does it in C++, at a third of the price.
 """
 
+import enum
 import functools
 import struct
 import types
@@ -34,7 +35,16 @@ def bits(value):
     if type(value) is float and not (value and value == value):
         return struct.pack("d", value)
 
-    return value if type(value) in SCALAR_TYPES else None
+    return value if is_scalar(value) else None
+
+
+def is_scalar(value):
+    """Whether `value` is immutable and, its type known, equal only to itself.
+
+    A member of an IntEnum is: ntops passes them as constants.
+    """
+
+    return type(value) in SCALAR_TYPES or isinstance(value, enum.IntEnum)
 
 
 def is_aligned(address):
@@ -115,7 +125,7 @@ def _unlike_tensor(argument):
 
 
 def _unlike_scalar(argument):
-    if type(argument) in SCALAR_TYPES:
+    if is_scalar(argument):
         return None
 
     if isinstance(argument, torch.Tensor):

@@ -3,6 +3,7 @@
 Every `Pair.call` asserts that the planned call launches, argument by argument, what its unpatched twin launches.
 """
 
+import enum
 import gc
 import json
 import os
@@ -254,6 +255,28 @@ def test_equal_constants_do_what_the_twin_does_in_that_order(driver, values):
             pair.call(x, s, o)
 
     assert pair.counts == (2 * len(values), len(values), 0)
+
+
+class Precision(enum.IntEnum):
+    HIGH = 2
+    LOW = 3
+
+
+class Other(enum.IntEnum):
+    HIGH = 2
+
+
+def test_members_of_an_integer_enumeration_are_planned(driver):
+    """LP12: ntops passes them as constants; a member is neither its value nor a like member of another class."""
+
+    pair = Pair("scale_c", driver)
+    x, o = rows(), rows()
+
+    for _ in range(3):
+        for s in (Precision.HIGH, Precision.LOW, 2, Other.HIGH):
+            pair.call(x, s, o)
+
+    assert pair.counts == (8, 4, 0)
 
 
 # None.
