@@ -62,7 +62,9 @@ def test_every_mode_is_rounded_once(device, mode, dtype, group_size):
     call.check(call.run())
 
 
-@pytest.mark.parametrize("dtypes", itertools.product(DTYPES, repeat=4), ids="-".join)
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product(DTYPES, repeat=4)), ids="-".join
+)
 def test_each_tensor_may_have_its_own_dtype(device, dtypes):
     """Cases T1, T2: any mix of dtypes; the result has the input's, rounded once."""
 
