@@ -43,6 +43,17 @@ def test_threads_that_make_one_kernel():
     assert len({id(handle) for handle in handles}) == 1
 
 
+def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    """The error names the folder, and what helps."""
+
+    folder = tmp_path / "a_file" / ".ninetoothed"
+    folder.parent.write_text("not a folder")
+    monkeypatch.setattr(ninetoothed.generation, "CACHE_DIR", folder)
+
+    with pytest.raises(RuntimeError, match=rf"{folder}.*HOME"):
+        make(num_columns=160)
+
+
 @pytest.mark.xfail(
     strict=True,
     raises=KeyError,
