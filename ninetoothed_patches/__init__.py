@@ -1,1 +1,138 @@
-"""A runtime patch for NineToothed 0.26: kernels that are cheap to call, and kernels without a GPU."""
+"""A runtime patch for NineToothed 0.26: kernels that are cheap to call, and kernels without a GPU.
+
+`apply()` gives every kernel that NineToothed makes from then on launch plans (docs/launch_plans.md); `planned()` gives them
+to one kernel and patches nothing. Importing this package imports neither NineToothed nor Triton.
+"""
+
+import os
+import sys
+
+from ninetoothed_patches import counters
+from ninetoothed_patches.errors import UnsupportedVersionError
+
+__all__ = [
+    "UnsupportedVersionError",
+    "apply",
+    "cache_info",
+    "clear_plans",
+    "is_applied",
+    "planned",
+    "revert",
+]
+
+DEFAULT_MAX_PLANS = 1024
+
+# What `apply()` was given, until `revert()`.
+_max_plans = None
+
+
+def apply(*, max_plans=None):
+    """Give every kernel that NineToothed makes from now on launch plans. Applying twice is applying once.
+
+    Kernels made before stay as they are: they work, the ordinary way.
+
+    :param max_plans: How many plans a handle made from now on may hold; the least recently used goes first. By default the
+        environment variable `NINETOOTHED_PATCHES_MAX_PLANS`, or else 1024.
+    :return: Whether the patch is applied now: False if the environment says `NINETOOTHED_PATCHES=0`.
+    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises UnsupportedVersionError: If this NineToothed or this Triton is not known. Nothing is changed then.
+    """
+
+    global _max_plans
+
+    _bound(max_plans)
+
+    if _is_switched_off():
+        return False
+
+    from ninetoothed_patches import materializer
+
+    materializer.install(lambda: _bound(_max_plans))
+
+    if max_plans is not None:
+        _max_plans = max_plans
+
+    return True
+
+
+def revert():
+    """Undo `apply()`, to the last attribute. Kernels made in between keep their plans, and go on working."""
+
+    global _max_plans
+
+    materializer = sys.modules.get(f"{__name__}.materializer")
+    _max_plans = None
+
+    if materializer is not None:
+        materializer.uninstall()
+
+
+def is_applied():
+    """Whether kernels made now get launch plans."""
+
+    materializer = sys.modules.get(f"{__name__}.materializer")
+
+    return materializer is not None and materializer.is_installed()
+
+
+def planned(handle, *, max_plans=None):
+    """A handle with launch plans, made from one that `ninetoothed.make` returned. Nothing is patched.
+
+    The result is called exactly as `handle`, which stays as it is.
+
+    :param max_plans: As for `apply()`.
+    :return: The new handle; `handle` itself if it has plans already, or if the environment says `NINETOOTHED_PATCHES=0`.
+    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises UnsupportedVersionError: If this NineToothed or this Triton is not known.
+    """
+
+    bound = _bound(max_plans)
+
+    if _is_switched_off():
+        return handle
+
+    from ninetoothed_patches import materializer
+
+    return materializer.plan(handle, bound)
+
+
+def cache_info():
+    """What became of all calls of handles with plans that are alive: a `counters.CacheInfo`.
+
+    `hits`, `misses`, `evictions`, `plans` are numbers, `bypasses` maps a reason to a number, and `handles` has the same for
+    each handle, by its kernel's name and a number.
+    """
+
+    plan_cache = sys.modules.get(f"{__name__}.plan_cache")
+
+    return counters.total(
+        {} if plan_cache is None else plan_cache.infos(), _bound(_max_plans)
+    )
+
+
+def clear_plans():
+    """Drop all plans of all handles: for whoever changes what plans cannot see (docs/launch_plans.md lists it)."""
+
+    plan_cache = sys.modules.get(f"{__name__}.plan_cache")
+
+    if plan_cache is not None:
+        for cache in plan_cache.caches():
+            cache.clear()
+
+
+def _is_switched_off():
+    return os.environ.get("NINETOOTHED_PATCHES") == "0"
+
+
+def _bound(max_plans):
+    source = "`max_plans`"
+
+    if max_plans is None:
+        source = "the environment variable NINETOOTHED_PATCHES_MAX_PLANS"
+        text = os.environ.get("NINETOOTHED_PATCHES_MAX_PLANS", str(DEFAULT_MAX_PLANS))
+        max_plans = int(text) if text.isdecimal() else text
+
+    if type(max_plans) is not int or max_plans < 1:
+        raise ValueError(f"{source} is {max_plans!r}; it must be a positive integer.")
+
+    return max_plans

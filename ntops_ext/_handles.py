@@ -14,7 +14,7 @@ _MAKING = threading.RLock()
 
 
 def make_handle(premake, *, num_warps, num_stages=1, **keywords):
-    """The handle of `premake(**keywords)` with this configuration.
+    """The handle of `premake(**keywords)` with this configuration, with launch plans.
 
     :param premake: A function of `ntops_ext.kernels` that returns an arrangement, an
         application and tensors.
@@ -32,15 +32,18 @@ def make_handle(premake, *, num_warps, num_stages=1, **keywords):
 def _make(premake, num_warps, num_stages, keywords):
     import ninetoothed
 
+    import ninetoothed_patches
     from ninetoothed_patches import host_driver
 
     try:
         with host_driver.stand_in():
-            return ninetoothed.make(
+            handle = ninetoothed.make(
                 *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
             )
     except OSError as error:
         raise _unusable_folder(ninetoothed.generation.CACHE_DIR, error) from error
+
+    return ninetoothed_patches.planned(handle)
 
 
 def import_kernels():

@@ -105,3 +105,135 @@ def gated_rms_norm_tolerance(
     normal = exact.abs().clamp_min(_SMALLEST_NORMAL[input.dtype])
 
     return rounding * (1 + 2**-10) * normal + 16 * 2**-24 * magnitude
+
+
+def qk_norm_rope(input, weight, rope, eps=1e-6):
+    """RMSNorm of every head, then the rotation of its pairs by a complex table.
+
+    `normalized = round(x / sqrt(mean(x^2) + eps))`, `weighted = round(weight * normalized)`,
+    `result = round((weighted[2i] + j weighted[2i + 1]) * rope[i])`: in float32, and
+    rounded to the input's dtype where it says so.
+
+    :param input: `(batch, tokens, heads, head_dim)`, float16, bfloat16 or float32.
+    :param weight: `(head_dim,)`, of the input's dtype.
+    :param rope: `(tokens, head_dim / 2)`, complex64.
+    :return: A contiguous tensor of the input's shape and dtype.
+    """
+
+    wide = input.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normalized = (wide * scale).to(input.dtype)
+    weighted = weight * normalized
+    pairs = torch.view_as_complex(weighted.float().unflatten(-1, (-1, 2)))
+    rotated = pairs * rope[:, None, :]
+
+    return torch.view_as_real(rotated).flatten(-2).to(input.dtype).contiguous()
+
+
+def qk_norm_rope_in_float64(input, weight, rope, eps=1e-6):
+    """`qk_norm_rope` with the same three roundings, and float64 between them."""
+
+    wide = input.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normalized = (wide * scale).to(input.dtype)
+    weighted = (weight.double() * normalized.double()).to(input.dtype)
+    pairs = torch.view_as_complex(weighted.double().unflatten(-1, (-1, 2)))
+    rotated = pairs * rope[:, None, :].to(torch.complex128)
+
+    return torch.view_as_real(rotated).flatten(-2).to(input.dtype)
+
+
+def qk_norm_rope_pack_(
+    q,
+    k_out,
+    v_out,
+    q_weight,
+    k_weight,
+    rope,
+    k_prefix,
+    v_prefix,
+    k_src=None,
+    v_src=None,
+    eps=1e-6,
+):
+    """Q and K through `qk_norm_rope`, K and V behind their prefixes, all in place.
+
+    :param q: `(batch, tokens, heads, head_dim)`; receives its own `qk_norm_rope`.
+    :param k_out: `(batch, prefix + tokens, kv_heads, head_dim)`; receives `k_prefix`, and
+        behind it the `qk_norm_rope` of `k_src`, or of what lies there if that is None.
+    :param v_out: As `k_out`; receives `v_prefix`, and behind it `v_src`, if that is given.
+    :return: `(q, k_out, v_out)`.
+    """
+
+    prefix = k_prefix.shape[1]
+    k = k_out[:, prefix:] if k_src is None else k_src
+    rotated_k = qk_norm_rope(k, k_weight, rope, eps)
+    q.copy_(qk_norm_rope(q, q_weight, rope, eps))
+    k_out[:, :prefix].copy_(k_prefix)
+    k_out[:, prefix:].copy_(rotated_k)
+    v_out[:, :prefix].copy_(v_prefix)
+
+    if v_src is not None:
+        v_out[:, prefix:].copy_(v_src)
+
+    return q, k_out, v_out
+
+
+def sum_in_order(terms, order):
+    """The sum of float32 `terms` over the last dimension, in a named order.
+
+    Every step is an element-wise addition of two tensors, so that no device and no
+    library chooses an order of its own.
+
+    :param order: One of `ntops_ext.kernels.qk_norm_rope_pack.ORDERS`: what is added within
+        a lane, then whether the lanes are added by decreasing or by increasing distance.
+    """
+
+    grouping, distances = order
+    width = terms.shape[-1]
+    padded_width = 1 << (width - 1).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, padded_width - width))
+
+    if grouping == "folded_vectors":
+        terms = _halve(terms)
+
+    if grouping in ("vectors", "folded_vectors"):
+        first, second, third, fourth = terms.unflatten(-1, (-1, 4)).unbind(-1)
+        terms = ((first + second) + third) + fourth
+    elif grouping == "lanes":
+        first, second, third, fourth = terms.unflatten(-1, (4, -1)).unbind(-2)
+        terms = ((first + second) + third) + fourth
+
+    while terms.shape[-1] > (1 if distances == "decreasing" else 32):
+        terms = _halve(terms)
+
+    while terms.shape[-1] > 1:
+        terms = terms[..., 0::2] + terms[..., 1::2]
+
+    return terms.squeeze(-1)
+
+
+def _halve(terms):
+    half = terms.shape[-1] // 2
+
+    return terms[..., :half] + terms[..., half:]
+
+
+def rotation_error(actual, expected):
+    """The largest distance of two results of `qk_norm_rope`, in units of their dtype.
+
+    The unit is that of the length of the pair that an element belongs to: a rotation mixes
+    the roundings of both, and its parts may cancel. NaN is at no distance from NaN.
+    """
+
+    if actual.numel() == 0:
+        return 0.0
+
+    actual, wanted = actual.double(), expected.double()
+    lengths = torch.linalg.vector_norm(wanted.unflatten(-1, (-1, 2)), dim=-1)
+    unit = torch.finfo(expected.dtype).eps * lengths.repeat_interleave(2, -1)
+    smallest = torch.finfo(expected.dtype).smallest_normal
+    distances = (actual - wanted).abs() / unit.clamp_min(smallest)
+    is_equal = (actual == wanted) | (actual.isnan() & wanted.isnan())
+
+    return torch.where(is_equal, 0.0, distances).max().item()

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import platform
 import subprocess
@@ -10,7 +11,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-PACKAGES = ("torch", "triton", "ninetoothed", "ntops-ext")
+PACKAGES = ("triton", "ninetoothed", "ntops-ext")
 
 
 def describe_environment():
@@ -20,6 +21,8 @@ def describe_environment():
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "commit": _commit(),
+        # With the build, which the distribution's version leaves out.
+        "torch": torch.__version__,
     }
 
     for package in PACKAGES:
@@ -45,7 +48,10 @@ def print_environment(environment):
 
 
 def _commit():
-    return _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
+    # A copy of the sources without their history can be told which commit it is.
+    return os.environ.get("SOURCE_COMMIT") or _output(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    )
 
 
 def _driver():

@@ -1,3 +1,3 @@
-from ntops_ext.kernels import gated_rms_norm
+from ntops_ext.kernels import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack
 
-__all__ = ["gated_rms_norm"]
+__all__ = ["gated_rms_norm", "qk_norm_rope", "qk_norm_rope_pack"]

@@ -245,7 +245,7 @@ def _run_kernel(
     for part in _rows.split_rows(_rows.merge_rows(tensors)):
         input_part, out_part, *gate_parts = part
         config = configs.gated_rms_norm_config(
-            group_size, input_part.numel() // group_size
+            group_size, input_part.numel() // group_size, input_part.ndim - 1
         )
         handle = make_handle(
             kernel.premake,

@@ -1,0 +1,198 @@
+"""One call: its key, its addresses, and whether its tensors are like those of a call seen before.
+
+The key holds all of a call that decides the launch. `CallReader` writes it out for a handle's parameters, as source text:
+reading five tensors by a loop costs twice as much.
+
+Comparing a call with one that was seen before needs no key: `tensor_guard` does it in C++, at a third of the price.
+"""
+
+import functools
+import struct
+import types
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+# Subclasses may compute their metadata, or have no storage. A Parameter only adds a flag.
+TENSOR_TYPES = frozenset({Tensor, Parameter})
+
+# Immutable, and equal only to what the same bits make of them, once type and sign of zero are told apart.
+SCALAR_TYPES = frozenset({int, float, bool, types.NoneType, str})
+
+# Triton specialises on this, and on nothing finer.
+ALIGNMENT = 16
+
+
+def bits(value):
+    """What of a scalar stands in a key, beside its type: equal only for the same bits.
+
+    NaN does not equal itself, and 0.0 equals -0.0. Of what is no plain scalar nothing is kept: it may not be hashable, and
+    by its type no plan can be made for it.
+    """
+
+    if type(value) is float and not (value and value == value):
+        return struct.pack("d", value)
+
+    return value if type(value) in SCALAR_TYPES else None
+
+
+class CallReader:
+    """How calls of one handle are read.
+
+    `addresses` and `key` are source text in terms of the parameters, for the handle's entry. The key's first item, `kinds`,
+    is what decides whether a call can be planned at all: the types and devices.
+
+    :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
+    """
+
+    def __init__(self, parameters):
+        self.tensors = [name for name, is_tensor in parameters if is_tensor]
+        self.scalars = [name for name, is_tensor in parameters if not is_tensor]
+        self._is_tensor = [is_tensor for _, is_tensor in parameters]
+
+        kinds, values = [], []
+
+        for name, is_tensor in parameters:
+            kinds.append(f"type({name})")
+
+            if is_tensor:
+                kinds.append(f"{name}.device")
+                values += [
+                    f"{name}.shape",
+                    f"{name}.stride()",
+                    f"{name}.dtype",
+                    f"{name}_address % {ALIGNMENT} == 0",
+                ]
+            else:
+                values.append(f"{name} if type({name}) is int else bits({name})")
+
+        self.addresses = [
+            f"{name}_address = {name}.data_ptr()" for name in self.tensors
+        ]
+        self.key = f"(({', '.join(kinds)}), {', '.join(values)})"
+
+    def tensors_of(self, arguments):
+        return [
+            argument
+            for argument, is_tensor in zip(arguments, self._is_tensor, strict=True)
+            if is_tensor
+        ]
+
+    def scalars_of(self, arguments):
+        return tuple(
+            argument
+            for argument, is_tensor in zip(arguments, self._is_tensor, strict=True)
+            if not is_tensor
+        )
+
+    def unplannable(self, arguments):
+        """Why no call with arguments of these kinds can be planned, or None."""
+
+        for argument, is_tensor in zip(arguments, self._is_tensor, strict=True):
+            reason = (_unlike_tensor if is_tensor else _unlike_scalar)(argument)
+
+            if reason is not None:
+                return reason
+
+        return None
+
+
+def _unlike_tensor(argument):
+    if type(argument) in TENSOR_TYPES:
+        return None
+
+    if not isinstance(argument, torch.Tensor):
+        return "not a tensor"
+
+    return "jagged" if argument.is_nested else "tensor subclass"
+
+
+def _unlike_scalar(argument):
+    if type(argument) in SCALAR_TYPES:
+        return None
+
+    if isinstance(argument, torch.Tensor):
+        return "tensor as scalar"
+
+    if type(argument).__module__ == "numpy":
+        return "numpy scalar"
+
+    return "unknown scalar type"
+
+
+def compile_function(source, name, **names):
+    """The function `name` that `source` defines, with `names` as its globals."""
+
+    exec(compile(source, f"<generated: {name}>", "exec"), names)
+
+    return names[name]
+
+
+def tensor_guard(tensors):
+    """A function that tells, of tensors given in the same places, whether they are like these.
+
+    Like means: the same type, shape, strides, dtype and device. It may say no to tensors that are (in another autograd
+    mode, say), never yes to tensors that are not.
+    """
+
+    guards = _tensor_guards()
+
+    if guards is None:
+        return None
+
+    if len({id(tensor) for tensor in tensors}) == len(tensors):
+        return _guard(guards, tensors)
+
+    # One guard for all refuses a call that passes a tensor twice.
+    checks = [_guard(guards, [tensor]) for tensor in tensors]
+
+    return lambda *given: all(
+        check(tensor) for check, tensor in zip(checks, given, strict=True)
+    )
+
+
+def _guard(guards, tensors):
+    return guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+
+
+@functools.cache
+def _tensor_guards():
+    """PyTorch's own guard of a compiled graph's inputs, if this PyTorch has it and it tells apart what it must.
+
+    It is not a public interface. What is relied on is tried here, once, and without it a call is compared by its key.
+    """
+
+    guards = getattr(
+        getattr(getattr(torch._C, "_dynamo", None), "guards", None),
+        "TensorGuards",
+        None,
+    )
+
+    if guards is None:
+        return None
+
+    def meta(shape, strides, dtype=torch.float16):
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+    like = _guard(guards, [meta((4, 1), (1, 1))])
+    others = [
+        meta((4, 2), (1, 1)),
+        meta((3, 1), (1, 1)),
+        meta((4, 1), (2, 1)),
+        # The stride of a dimension of size 1 moves nothing, but it is an argument of the kernel.
+        meta((4, 1), (1, 7)),
+        meta((4,), (1,)),
+        meta((4, 1), (1, 1), dtype=torch.bfloat16),
+        torch.empty_strided((4, 1), (1, 1), dtype=torch.float16, device="cpu"),
+        Parameter(meta((4, 1), (1, 1)), requires_grad=False),
+    ]
+
+    if not like(meta((4, 1), (1, 1))) or any(like(other) for other in others):
+        return None
+
+    return guards

@@ -1,0 +1,189 @@
+"""A prepared launch: everything of one call that the next call of its layout would work out again, except addresses.
+
+A plan is made from an ordinary call that was watched. `Watcher` stands where NineToothed's generated launch function
+expects its kernel; Triton itself then says what it launched: it hands the bound arguments to the grid function, and the
+call returns the compiled kernel. Nothing is worked out a second time, and plain and auto-tuned kernels look the same.
+"""
+
+import functools
+
+from ninetoothed_patches import triton_abi
+from ninetoothed_patches.call_key import compile_function
+
+
+class Watcher:
+    """Stands in for a kernel in its launch function, and keeps what the last launch was.
+
+    Not thread-safe: its cache holds a lock around the call.
+    """
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self._launched = None
+
+    def __getitem__(self, grid):
+        def watched_grid(bound):
+            size = grid(bound)
+            # An auto-tuner launches its candidates first: the last launch is the one that counts.
+            self._launched = bound, size
+
+            return size
+
+        launch = self._kernel[watched_grid]
+
+        def watched_launch(*args, **options):
+            compiled = launch(*args, **options)
+            self._launched = *self._launched, compiled
+
+            return compiled
+
+        return watched_launch
+
+    def take(self):
+        """The last launch: bound arguments, grid, compiled kernel. Forgotten here, for it holds tensors."""
+
+        launched, self._launched = self._launched, None
+
+        return launched
+
+
+class Plan:
+    """One prepared launch. It holds no tensor, no address, no stream and no hook.
+
+    `launch(stream, *addresses)` launches; it is None until the plan is first used. The other fields say for which calls.
+
+    :param key: Driver, device, Triton's state, and the call's own key.
+    :param store: Where Triton keeps the kernels of that device.
+    :param launched: What `Watcher.take` returned, without tensors.
+    """
+
+    __slots__ = (
+        "alignments",
+        "current_device",
+        "current_stream",
+        "device",
+        "driver",
+        "fits",
+        "is_kept",
+        "key",
+        "launch",
+        "launched",
+        "scalars",
+        "stamp",
+        "state",
+        "store",
+    )
+
+    def __init__(self, key, store, launched):
+        self.key = key
+        self.driver, self.device, self.state, _ = key
+        self.store = store
+        self.launched = launched
+        self.launch = None
+        self.fits = None
+        self.scalars = ()
+        self.is_kept = True
+
+
+class LaunchForm:
+    """How one compiled kernel is launched: all that its plans have in common.
+
+    :param compiled: The compiled kernel, already loaded.
+    :param bound: Its arguments by name, as Triton bound them for some launch.
+    :param pointers: The names of those that are tensors' addresses, in the order of the handle's tensors; None for a
+        tensor whose address the kernel does not take.
+    """
+
+    def __init__(self, compiled, bound, pointers):
+        names = triton_abi.kernel_arguments(compiled, bound)
+        # Placeholders for what changes, as objects: they are found again by identity.
+        grid, stream, arguments = _placeholders(3), object(), _placeholders(len(names))
+        template = (
+            *grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            # Launch metadata and hooks: a call that anybody watches is not planned.
+            None,
+            None,
+            None,
+            *arguments,
+        )
+        launcher = compiled.run
+        launch, given = triton_abi.c_launch(launcher, template) or (launcher, template)
+        roles = {id(stream): "stream"}
+        roles |= {id(size): f"grid_{axis}" for axis, size in enumerate(grid)}
+
+        for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+            roles[id(argument)] = (
+                f"address_{pointers.index(name)}"
+                if name in pointers
+                else f"argument_{index}"
+            )
+
+        # From 3.7 on the C function takes the kernel's arguments as one tuple.
+        is_nested = isinstance(given[-1], tuple)
+        *head, tail = given if is_nested else (*given, ())
+        self._takes_all = len(names) == len(bound)
+        self._names = names
+        self._launch = launch
+        self._constants = tuple(
+            value for value in (*head, *tail) if id(value) not in roles
+        )
+        self._bind = _binder(
+            tuple(roles.get(id(value)) for value in head),
+            tuple(roles.get(id(value)) for value in tail) if is_nested else None,
+            len(names),
+            len(pointers),
+        )
+
+    def bind(self, grid, bound):
+        """A function of a stream and the tensors' addresses that launches, on this grid and with these arguments."""
+
+        arguments = (
+            bound.values() if self._takes_all else [bound[name] for name in self._names]
+        )
+
+        return self._bind(self._launch, self._constants, (*grid, 1, 1)[:3], arguments)
+
+
+def _placeholders(count):
+    return tuple(object() for _ in range(count))
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(head, nested, argument_count, address_count):
+    """A function that binds a launch to its constants, grid and arguments.
+
+    The launch is spelled out, `launch(grid_0, grid_1, grid_2, stream, constant_4, ..., address_0, argument_1, ...)`: with
+    36 arguments 0.2 us less than to copy a list and fill it in.
+
+    :param head: For each argument of the launch its role, or None for a constant.
+    :param nested: The same for those that go into one tuple at the end, or None if there is none.
+    """
+
+    roles = [
+        role or f"constant_{index}"
+        for index, role in enumerate((*head, *(nested or ())))
+    ]
+    constants = [role for role in roles if role.startswith("constant_")]
+    arguments = [f"argument_{index}" for index in range(argument_count)]
+    addresses = [f"address_{position}" for position in range(address_count)]
+    given = roles[: len(head)]
+
+    if nested is not None:
+        given.append(f"({', '.join(roles[len(head) :])},)")
+
+    source = f"""\
+def bind(launch, constants, grid, arguments):
+    [{", ".join(constants)}] = constants
+    grid_0, grid_1, grid_2 = grid
+    [{", ".join(name if name in roles else "_" for name in arguments)}] = arguments
+
+    def launch_plan({", ".join(["stream", *addresses])}):
+        launch({", ".join(given)})
+
+    return launch_plan
+"""
+
+    return compile_function(source, "bind")

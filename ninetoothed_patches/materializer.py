@@ -1,0 +1,170 @@
+"""The only file that touches NineToothed: a kernel that it has made becomes a handle with launch plans."""
+
+import importlib.metadata
+import sys
+import types
+
+import ninetoothed
+from ninetoothed.tensor import Tensor
+
+from ninetoothed_patches import triton_abi
+from ninetoothed_patches.errors import UnsupportedVersionError
+from ninetoothed_patches.plan_cache import PlanCache
+
+SUPPORTED = "0.26"
+
+# As an attribute of the package, `ninetoothed.jit` is the function of that name.
+_jit_module = sys.modules[ninetoothed.jit.__module__]
+
+_original_call = None
+
+
+def check():
+    """Raise `UnsupportedVersionError` unless NineToothed and Triton are ones that are known."""
+
+    version = importlib.metadata.version("ninetoothed")
+    found = f"found NineToothed {version} and Triton {triton_abi.version()}"
+
+    if not version.startswith(f"{SUPPORTED}.") or not triton_abi.version_is_supported(
+        triton_abi.version()
+    ):
+        raise UnsupportedVersionError(
+            f"{found}; launch plans need NineToothed {SUPPORTED} and Triton {triton_abi.SUPPORTED}."
+        )
+
+    missing = triton_abi.missing_features()
+
+    if missing:
+        raise UnsupportedVersionError(
+            f"{found}, without {', '.join(missing)}: this is not the launch path that plans were written for."
+        )
+
+
+def install(max_plans):
+    """Give every handle that NineToothed makes from now on launch plans."""
+
+    global _original_call
+
+    check()
+
+    if _original_call is not None:
+        return
+
+    original = _jit_module.JIT.__call__
+
+    def call(self):
+        handle = original(self)
+
+        # `aot` does not come here; `jit` with another caller does.
+        return plan(handle, max_plans()) if self._caller == "torch" else handle
+
+    _jit_module.JIT.__call__ = call
+    _original_call = original
+
+
+def uninstall():
+    """Put NineToothed back as it was. Handles keep what they are."""
+
+    global _original_call
+
+    if _original_call is not None:
+        _jit_module.JIT.__call__ = _original_call
+        _original_call = None
+
+
+def is_installed():
+    return _original_call is not None
+
+
+def plan(handle, max_plans):
+    """`handle`, with launch plans. The given handle itself is left as it is."""
+
+    if isinstance(handle, PlannedHandle):
+        return handle
+
+    check()
+
+    return PlannedHandle._of(handle, max_plans)
+
+
+class PlannedHandle(_jit_module._Handle):
+    """A NineToothed handle that prepares launches. Called exactly as the handle it was made from."""
+
+    @classmethod
+    def _of(cls, handle, max_plans):
+        launch = handle._launch
+        kernel = handle._kernel
+        tuned_name = f"{kernel.__name__}_with_auto_tuning"
+        launched_name = (
+            tuned_name if tuned_name in launch.__globals__ else kernel.__name__
+        )
+        parameters, never = _parameters(kernel, launch)
+        cache = PlanCache(
+            kernel=kernel,
+            launched=launch.__globals__[launched_name],
+            launch=launch,
+            watch=lambda watcher: _with_global(launch, launched_name, watcher),
+            parameters=parameters,
+            never=never,
+            bound=max_plans,
+        )
+        # A class for this handle alone: its `__call__` is the entry itself, without a method around it that packs and
+        # unpacks the arguments (0.2 us).
+        own = type(cls.__name__, (cls,), {"__call__": cache.entry})
+        planned = own(kernel, launch, handle._source)
+        planned._cache = cache
+
+        return planned
+
+    def cache_info(self):
+        """What became of this handle's calls: see `ninetoothed_patches.cache_info`."""
+
+        return self._cache.info()
+
+
+def _with_global(function, name, value):
+    """`function`, with one of its globals replaced for it alone."""
+
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def _parameters(kernel, launch):
+    """What the launch function's parameters are, and why no call of it can be planned, if none can.
+
+    :return: Pairs as `PlanCache` takes them, and a reason or None.
+    """
+
+    code = launch.__code__
+    names = code.co_varnames[: code.co_argcount]
+
+    if not triton_abi.is_compiled(kernel):
+        return [(name, False) for name in names], "interpreter"
+
+    if {"offsets", "values"} & set(code.co_names):
+        return [(name, False) for name in names], "jagged"
+
+    pointers = {
+        match[1]: parameter
+        for parameter in kernel.arg_names
+        if (match := Tensor.pointer_pattern().fullmatch(parameter))
+    }
+    scalars = {
+        ninetoothed.naming.remove_prefixes(parameter) for parameter in kernel.arg_names
+    }
+    parameters = []
+
+    for name in names:
+        if name in pointers:
+            parameters.append((name, pointers[name]))
+        elif name in scalars:
+            parameters.append((name, False))
+        else:
+            return [(name, False) for name in names], "unknown launch function"
+
+    return parameters, None

@@ -1,0 +1,547 @@
+"""The plans of one handle: found, made, counted, bounded, dropped. One control flow for plain and auto-tuned kernels."""
+
+import collections
+import heapq
+import itertools
+import operator
+import os
+import threading
+import types
+import weakref
+
+import torch
+
+from ninetoothed_patches import triton_abi
+from ninetoothed_patches.call_key import (
+    ALIGNMENT,
+    CallReader,
+    bits,
+    compile_function,
+    tensor_guard,
+)
+from ninetoothed_patches.counters import CacheInfo
+from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
+
+# How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
+# two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
+RECENT_PLANS = 4
+
+_ENTRY = """\
+def {name}({self}, {parameters}, *{surplus}):
+    if {surplus} or is_dynamo_compiling():
+        return ordinary({parameters}, *{surplus})
+
+    try:
+        {read_addresses}
+        alignments = ({any_address}) % {alignment} and ({alignments})
+
+        for plan in cache.recent:
+            if (
+                plan.fits({tensors})
+                and plan.driver is {driver}
+                and plan.current_device() == plan.device
+                and plan.alignments == alignments
+                {scalars_fit}
+                and plan.state == {state}
+                and plan.store is {stores}[plan.device]
+                {tuner_fits}
+                and not ({watchers})
+            ):
+                break
+        else:
+            plan, key = None, {key}
+    except Exception:
+        # Whatever it is, the ordinary call meets it again and says so.
+        plan = key = None
+
+    if plan is None:
+        if key is None:
+            return cache.unreadable(({parameters},))
+
+        return cache.call(key, ({parameters},), ({addresses},))
+
+    plan.stamp = next(clock)
+    plan.launch(plan.current_stream(plan.device), {addresses})
+"""
+
+# The very object that was passed before; otherwise equal, of the same type, and none of the zeros.
+_SCALAR_FITS = """\
+and (
+                    {name} is plan.scalars[{position}]
+                    or type({name}) is type(plan.scalars[{position}])
+                    and {name} == plan.scalars[{position}]
+                    and {name}
+                )"""
+
+
+class PlanCache:
+    """The plans of one handle.
+
+    `entry` is the handle's `__call__`: it takes the handle and the launch function's arguments, and returns None as that
+    function does.
+
+    :param kernel: The handle's JITFunction (or what the interpreter made of it).
+    :param launched: What the launch function calls: the kernel, or the auto-tuner around it.
+    :param launch: The generated launch function.
+    :param watch: A function that makes the launch function call a given object in the kernel's place.
+    :param parameters: For each parameter of the launch function, its name and the name of the kernel's parameter that
+        takes its address: None for a tensor whose address the kernel does not take, False for a scalar.
+    :param never: Why no call of this handle can be planned, or None.
+    :param bound: How many plans may be held.
+    """
+
+    def __init__(self, *, kernel, launched, launch, watch, parameters, never, bound):
+        self.name = kernel.__name__
+        self.number = next(_NUMBERS)
+        self.bound = bound
+        # How many results the auto-tuner had after the last call that went through here.
+        self.tuned = 0
+
+        self._kernel = kernel
+        self._tuner = launched if launched is not kernel else None
+        self._launch = launch
+        self._reader = CallReader(
+            [(name, pointer is not False) for name, pointer in parameters]
+        )
+        self._pointers = [
+            (pointer, index)
+            for index, (_, pointer) in enumerate(parameters)
+            if pointer is not False
+        ]
+        self._watcher = Watcher(launched)
+        self._watched_launch = watch(self._watcher)
+
+        self._clock = itertools.count(1)
+        self._clock_looks = 0
+        self._misses = 0
+        self._evictions = 0
+        self._bypasses = collections.Counter()
+
+        self._reset()
+        self.entry = self._never_entry(never) if never else self._entry(parameters)
+        _CACHES.add(self)
+
+    def _reset(self):
+        # The first is held while an ordinary call is watched or tunes, which takes as long as compiling; the second
+        # only while plans and counters change.
+        self._calling = threading.RLock()
+        self._changing = threading.RLock()
+        self.recent = ()
+        self._plans = {}
+        self._queue = []
+        # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
+        self._made = 0
+        self._forms = weakref.WeakKeyDictionary()
+        self._plannable_kinds = set()
+        self._driver = self._store = None
+
+    def clear(self):
+        """Drop all plans. The counters stay."""
+
+        with self._changing:
+            for plan in self._plans.values():
+                plan.is_kept = False
+
+            self._plans.clear()
+            self._queue.clear()
+            self.recent = ()
+
+    def after_fork_in_child(self):
+        """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
+
+        self._reset()
+        self._watcher.take()
+
+    def info(self):
+        with self._changing:
+            return CacheInfo(
+                hits=self._hits(),
+                misses=self._misses,
+                bypasses=dict(self._bypasses),
+                evictions=self._evictions,
+                plans=len(self._plans),
+                bound=self.bound,
+            )
+
+    def _hits(self):
+        # `next` is the one way to count from several threads without a lock. Looking counts too, so looks are counted.
+        self._clock_looks += 1
+
+        return next(self._clock) - self._clock_looks
+
+    def _count_bypass(self, reason):
+        with self._changing:
+            self._bypasses[reason] += 1
+
+    # The entry, and what it calls.
+
+    def _entry(self, parameters):
+        expressions = triton_abi.expressions()
+        reader = self._reader
+        names = [name for name, _ in parameters]
+        addresses = [f"{name}_address" for name in reader.tensors]
+        aligned = [f"{address} % {ALIGNMENT} == 0" for address in addresses]
+        self._state, self._stores, self._watchers = (
+            compile_function(
+                f"def read():\n    return {expression}",
+                "read",
+                jit=self._kernel,
+                **expressions.names,
+            )
+            for expression in (
+                expressions.state,
+                expressions.stores,
+                expressions.watchers,
+            )
+        )
+
+        return compile_function(
+            _ENTRY.format(
+                name=self._launch.__name__,
+                # Names that no parameter has.
+                self=f"{'_'.join(names)}_handle",
+                surplus=f"{'_'.join(names)}_surplus",
+                parameters=", ".join(names),
+                tensors=", ".join(reader.tensors),
+                read_addresses="\n        ".join(reader.addresses),
+                addresses=", ".join(addresses),
+                any_address=" | ".join(addresses),
+                alignment=ALIGNMENT,
+                alignments="".join(f"{condition}, " for condition in aligned),
+                scalars_fit="\n                ".join(
+                    _SCALAR_FITS.format(name=name, position=position)
+                    for position, name in enumerate(reader.scalars)
+                ),
+                tuner_fits="and len(tuner.cache) == cache.tuned" if self._tuner else "",
+                key=reader.key,
+                driver=expressions.driver,
+                state=expressions.state,
+                stores=expressions.stores,
+                watchers=expressions.watchers,
+            ),
+            self._launch.__name__,
+            bits=bits,
+            cache=self,
+            clock=self._clock,
+            jit=self._kernel,
+            tuner=self._tuner,
+            ordinary=self._untouched(),
+            is_dynamo_compiling=torch.compiler.is_dynamo_compiling,
+            **expressions.names,
+        )
+
+    def _never_entry(self, reason):
+        def bypass(handle, /, *arguments, **keywords):
+            self._count_bypass(reason)
+
+            return self._ordinary(self._launch, arguments, keywords)
+
+        return bypass
+
+    def _untouched(self):
+        """The launch function itself, for Dynamo to trace through (counted when it does), or to raise its TypeError."""
+
+        launch = self._launch
+
+        @torch.compiler.assume_constant_result
+        def count():
+            self._count_bypass("tracing")
+
+        def ordinary(*arguments):
+            if torch.compiler.is_dynamo_compiling():
+                count()
+
+            return launch(*arguments)
+
+        return ordinary
+
+    def unreadable(self, arguments):
+        """A call whose key could not be made."""
+
+        self._count_bypass(
+            "launch hook"
+            if self._is_watched()
+            else self._reader.unplannable(arguments) or "unreadable tensor"
+        )
+
+        return self._ordinary(self._launch, arguments)
+
+    def call(self, key, arguments, addresses):
+        """A call that no recent plan fits."""
+
+        made = self._made
+        driver = triton_abi.active_driver()
+
+        if driver is not self._driver:
+            self._current_device, self._current_stream = (
+                triton_abi.current_device_and_stream(driver)
+            )
+            self._driver = driver
+            self._plannable_kinds.clear()
+
+        device = self._current_device()
+        store = self._stores()[device]
+
+        if store is not self._store:
+            self._rule = triton_abi.tensor_rule(store)
+            self._store = store
+
+        if self._rule is not None:
+            key += tuple(map(self._rule, self._reader.tensors_of(arguments)))
+
+        if self._tuner is not None:
+            self._notice_tuner()
+
+        key = (driver, device, self._state(), key)
+        plan = self._plans.get(key)
+
+        if plan is not None and plan.store is not store:
+            # Somebody has cleared Triton's kernels: what was compiled then may differ from what would be now.
+            self.clear()
+            plan = None
+
+        reason = "launch hook" if self._is_watched() else None
+
+        if plan is None and reason is None:
+            reason = self._unplannable_kinds(key, arguments)
+
+        if reason is not None:
+            self._count_bypass(reason)
+
+            return self._ordinary(self._launch, arguments)
+
+        if plan is None:
+            return self._prepare(key, arguments, addresses, made)
+
+        self._remember(plan, arguments, addresses)
+        plan.stamp = next(self._clock)
+        plan.launch(plan.current_stream(device), *addresses)
+
+    def _is_watched(self):
+        try:
+            return bool(self._watchers())
+        except AttributeError:
+            # Not the chain of hooks that belongs there.
+            return True
+
+    def _notice_tuner(self):
+        if len(self._tuner.cache) != self.tuned:
+            with self._calling:
+                # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
+                if len(self._tuner.cache) != self.tuned:
+                    self.clear()
+                    self.tuned = len(self._tuner.cache)
+
+    def _unplannable_kinds(self, key, arguments):
+        driver, device, _, (kinds, *_) = key
+
+        if (device, kinds) in self._plannable_kinds:
+            return None
+
+        home = driver.get_active_torch_device()
+        reason = self._reader.unplannable(arguments)
+
+        if reason is None and any(
+            tensor.device != home for tensor in self._reader.tensors_of(arguments)
+        ):
+            reason = "foreign device"
+
+        if reason is None:
+            self._plannable_kinds.add((device, kinds))
+
+        return reason
+
+    def _ordinary(self, launch, arguments, keywords=types.MappingProxyType({})):
+        """The unpatched call. An auto-tuner keeps a call's state in itself: one call at a time."""
+
+        if self._tuner is None:
+            return launch(*arguments, **keywords)
+
+        with self._calling:
+            try:
+                return launch(*arguments, **keywords)
+            finally:
+                self.tuned = len(self._tuner.cache)
+
+    # Plans, made and dropped.
+
+    def _prepare(self, key, arguments, addresses, made):
+        """An ordinary call, watched, and a plan made from it."""
+
+        with self._calling:
+            if self._made != made:
+                # While this thread waited, another has made a plan, maybe this one.
+                return self.call(key[-1], arguments, addresses)
+
+            try:
+                self._ordinary(self._watched_launch, arguments)
+            except BaseException:
+                self._watcher.take()
+
+                with self._changing:
+                    self._misses += 1
+
+                raise
+
+            launched = self._watcher.take()
+            reason = self._unplannable(launched, arguments)
+
+            if reason is not None:
+                self._count_bypass(reason)
+
+                return
+
+            driver, device, state, call = key
+
+            if state[0] is not self._kernel.hash:
+                # The first call compiles, and that gives the kernel its hash.
+                key = (driver, device, self._state(), call)
+
+            self._keep(Plan(key, self._stores()[device], launched))
+
+    def _unplannable(self, launched, arguments):
+        """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
+
+        if launched is None or launched[-1] is None:
+            return "not launched"
+
+        bound, _, compiled = launched
+
+        for pointer, index in self._pointers:
+            if pointer is not None:
+                if bound.get(pointer) is not arguments[index]:
+                    return "unexpected kernel arguments"
+
+                bound[pointer] = None
+
+        if triton_abi.captured_globals(self._kernel):
+            return "captured globals"
+
+        if self._kernel.hash is None:
+            return "source changed"
+
+        if compiled.function is None:
+            return "not loaded"
+
+        if self._tuner is not None and triton_abi.winner_has_hook(self._tuner):
+            return "configuration with a pre-hook"
+
+        return None
+
+    def _keep(self, plan):
+        with self._changing:
+            self._misses += 1
+
+            while len(self._plans) >= self.bound:
+                if _is_capturing():
+                    # What is unloaded during a capture breaks it. The call was right without its plan being kept.
+                    return
+
+                self._evict()
+
+            self._clock_looks += 1
+            self._made += 1
+            plan.stamp = next(self._clock)
+            self._plans[plan.key] = plan
+            heapq.heappush(self._queue, (plan.stamp, plan))
+
+    def _evict(self):
+        """Drop the least recently used plan. Stamps in the queue lag behind, and are brought up to date here."""
+
+        while self._queue[0][0] != self._queue[0][1].stamp:
+            plan = self._queue[0][1]
+            heapq.heapreplace(self._queue, (plan.stamp, plan))
+
+        _, plan = heapq.heappop(self._queue)
+        del self._plans[plan.key]
+        plan.is_kept = False
+        self.recent = tuple(other for other in self.recent if other is not plan)
+        self._evictions += 1
+
+    def _remember(self, plan, arguments, addresses):
+        """Make `plan` one of those that the next call is compared with first."""
+
+        with self._changing:
+            scalars = self._reader.scalars_of(arguments)
+
+            if plan.launch is None:
+                self._finish(plan, addresses)
+                is_refused = True
+            else:
+                # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd
+                # mode, or one was passed twice.
+                is_refused = plan in self.recent and all(
+                    map(operator.is_, scalars, plan.scalars)
+                )
+
+            if is_refused and self._rule is None:
+                plan.fits = tensor_guard(self._reader.tensors_of(arguments))
+
+            plan.scalars = scalars
+
+            if plan.fits is None or not plan.is_kept or plan in self.recent:
+                return
+
+            newest_first = sorted(
+                self.recent, key=operator.attrgetter("stamp"), reverse=True
+            )
+            self.recent = (plan, *newest_first[: RECENT_PLANS - 1])
+
+    def _finish(self, plan, addresses):
+        """Prepare the launch of a plan that is used for the first time.
+
+        A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
+        """
+
+        bound, grid, compiled = plan.launched
+        form = self._forms.get(compiled)
+
+        if form is None:
+            form = LaunchForm(compiled, bound, [name for name, _ in self._pointers])
+            self._forms[compiled] = form
+
+        plan.current_device = self._current_device
+        plan.current_stream = self._current_stream
+        plan.alignments = (
+            tuple(address % ALIGNMENT == 0 for address in addresses)
+            if any(address % ALIGNMENT for address in addresses)
+            else 0
+        )
+        plan.launch = form.bind(grid, bound)
+        plan.launched = (compiled,)
+
+
+def _is_capturing():
+    capturing = getattr(torch.get_device_module(), "is_current_stream_capturing", None)
+
+    return capturing is not None and capturing()
+
+
+# Every handle's cache, for as long as the handle lives.
+_CACHES = weakref.WeakSet()
+
+_NUMBERS = itertools.count()
+
+
+def caches():
+    return list(_CACHES)
+
+
+def infos():
+    """What became of the calls of each handle that is alive, by the kernel's name and a number."""
+
+    named, names = {}, collections.Counter()
+
+    for cache in sorted(caches(), key=operator.attrgetter("number")):
+        names[cache.name] += 1
+        named[f"{cache.name}#{names[cache.name]}"] = cache.info()
+
+    return named
+
+
+def _after_fork_in_child():
+    for cache in caches():
+        cache.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

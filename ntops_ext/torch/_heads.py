@@ -1,0 +1,274 @@
+"""What `qk_norm_rope` and `qk_norm_rope_pack_` share: checks of heads, tables and weights."""
+
+import math
+import numbers
+import operator
+
+import torch
+
+from ntops_ext.torch import _checks
+from ntops_ext.torch._chunks import Rows
+
+# A program that meets more layouts, or more addresses of one layout, forgets all of them
+# and checks anew. Addresses recur where an allocator caches.
+_MAX_REMEMBERED = 4096
+
+_OPTIONAL = frozenset({"k_src", "out", "v_src"})
+
+# In C, because every call pays for it.
+_describe = operator.attrgetter("shape", "dtype", "device", "layout")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Layouts:
+    """What was found out about layouts, so that a call pays for a look-up.
+
+    :param names: What the operator's arguments are called.
+    :param check: Takes the arguments of a call whose layout is new. It raises what is wrong
+        with it, or returns what is to be kept.
+    """
+
+    def __init__(self, names, check):
+        self._names = names
+        self._check = check
+        self._kept = {}
+
+    def get(self, mode, tensors, arguments):
+        """What is kept about the layout of a call.
+
+        :param mode: Tells apart calls of different arguments.
+        :param tensors: The arguments that are present.
+        :param arguments: All of them.
+        :raises TypeError: If an argument is not a dense tensor.
+        """
+
+        try:
+            key = (
+                mode,
+                *map(_describe, tensors),
+                *map(torch.Tensor.stride, tensors),
+            )
+        except (AttributeError, TypeError, RuntimeError):
+            # What has no shape is no tensor, what has no strides is no dense one: the error
+            # to raise is the one that names the argument.
+            self._check_kinds(arguments)
+
+            raise
+
+        kept = self._kept.get(key)
+
+        if kept is None:
+            self._check_kinds(arguments)
+            kept = self._check(*arguments)
+
+            remember(self._kept, key, kept)
+
+        return kept
+
+    def _check_kinds(self, arguments):
+        for name, argument in zip(self._names, arguments, strict=True):
+            if argument is not None or name not in _OPTIONAL:
+                _checks.check_tensor(name, argument)
+
+    def clear(self):
+        self._kept.clear()
+
+
+def remember(found, key, value):
+    """Put a pair into a dict that is bounded."""
+
+    if len(found) >= _MAX_REMEMBERED:
+        found.clear()
+
+    found[key] = value
+
+
+def check_heads(name, tensor, like_name=None, like=None):
+    """Rank, dtype and device of `(batch, tokens, heads, head_dim)`.
+
+    :raises TypeError: If the dtype is not one of an operator, or not that of `like`.
+    :raises ValueError: If the rank, the device or the layout of a token's heads is wrong.
+    """
+
+    if like is None:
+        _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
+    else:
+        check_like(name, tensor, like_name, like)
+
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"`{name}` must have four dimensions, (batch, tokens, heads, head_dim), but has"
+            f" shape {tuple(tensor.shape)}."
+        )
+
+    if tensor.device.type == "meta":
+        raise ValueError(f"`{name}` must have data, but is on the device meta.")
+
+
+def check_like(name, tensor, like_name, like):
+    """:raises TypeError: If the dtype differs, :raises ValueError: if the device does."""
+
+    if tensor.dtype != like.dtype:
+        raise TypeError(
+            f"`{name}` must be of the dtype of `{like_name}`, {like.dtype}, but is of"
+            f" {tensor.dtype}."
+        )
+
+    _checks.check_device(name, tensor, like_name, like)
+
+
+def check_head_dim(name, tensor):
+    """:raises ValueError: If heads cannot be cut into pairs."""
+
+    head_dim = tensor.shape[3]
+
+    if head_dim == 0 or head_dim % 2:
+        raise ValueError(
+            f"`{name}` must have heads of an even width, but has shape"
+            f" {tuple(tensor.shape)}."
+        )
+
+
+def check_dense_heads(name, tensor):
+    """:raises ValueError: If the heads of a token do not follow one another densely."""
+
+    if tensor.numel() == 0:
+        return
+
+    _, _, num_heads, head_dim = tensor.shape
+    _, _, head_stride, stride = tensor.stride()
+
+    if stride != 1 or (num_heads > 1 and head_stride != head_dim):
+        raise ValueError(
+            f"`{name}` must hold the heads of a token densely, with strides"
+            f" (any, any, {head_dim}, 1), but has shape {tuple(tensor.shape)} and strides"
+            f" {tensor.stride()}."
+        )
+
+
+def check_weight(name, weight, like_name, like):
+    """:raises TypeError, ValueError: If it is not `(head_dim,)` of the heads' dtype."""
+
+    check_like(name, weight, like_name, like)
+    _checks.check_shape(
+        name, weight, like.shape[3:], f"the width of `{like_name}`'s heads"
+    )
+
+
+def check_rope(rope, like_name, like):
+    """:raises TypeError: If the table is not complex64.
+    :raises ValueError: If it is not a dense-rowed `(tokens, head_dim / 2)`, or elsewhere.
+    """
+
+    if rope.dtype != torch.complex64:
+        raise TypeError(
+            f"`rope` must be of torch.complex64, cosine + i sine, but is of {rope.dtype}."
+        )
+
+    _checks.check_device("rope", rope, like_name, like)
+    expected = (like.shape[1], like.shape[3] // 2)
+
+    if rope.ndim != 2:
+        raise ValueError(
+            f"`rope` must have two dimensions, (tokens, head_dim / 2) = {expected}, but has"
+            f" shape {tuple(rope.shape)}."
+        )
+
+    _checks.check_shape("rope", rope, expected, "(tokens, head_dim / 2)")
+
+    if rope.shape[1] > 1 and rope.numel() and rope.stride(1) != 1:
+        raise ValueError(
+            f"`rope` must have dense rows, but has strides {rope.stride()}."
+        )
+
+
+def check_eps(eps):
+    """:raises TypeError, ValueError: If it is not a finite number that is not negative."""
+
+    if type(eps) is float and 0.0 <= eps < math.inf:
+        return eps
+
+    # `bool` is a number to Python, and a mistake here.
+    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
+        raise TypeError(f"`eps` must be a number, but is a {type(eps).__name__}.")
+
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"`eps` must be finite and not negative, but is {eps!r}.")
+
+    return float(eps)
+
+
+def check_not_lazy(names, arguments):
+    """Refuse tensors whose memory does not hold their values.
+
+    A conjugate or a negative is a bit of the tensor object, and no part of its layout. Only
+    `rope` is complex; only float32 is ever a part of something complex.
+
+    :raises ValueError: If a tensor is one.
+    """
+
+    for name, tensor in zip(names, arguments, strict=True):
+        if tensor is None:
+            continue
+
+        _checks.check_tensor(name, tensor)
+
+        if tensor.is_conj():
+            raise ValueError(
+                f"`{name}` is a view whose elements are conjugated when PyTorch reads"
+                f" them: pass `{name}.resolve_conj()`."
+            )
+
+
+def requires_grad(tensors):
+    """Whether autograd would have to record what is made of these tensors."""
+
+    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+
+
+def rows_of(tensor):
+    """The rows of one tensor of heads, for `plan_chunks`."""
+
+    batch_stride, row_stride = tensor.stride()[:2]
+    num_heads, head_dim = tensor.shape[2:]
+
+    return Rows(
+        batch_stride if tensor.shape[0] > 1 else 0,
+        row_stride if tensor.shape[1] > 1 else 0,
+        tensor.shape[1],
+        max(num_heads * head_dim - 1, 0),
+    )
+
+
+def rows_of_table(rope):
+    """The rows of the table's real view."""
+
+    return Rows(
+        0,
+        2 * rope.stride(0) if rope.shape[0] > 1 else 0,
+        rope.shape[0],
+        max(2 * rope.shape[1] - 1, 0),
+    )
+
+
+def real_view(rope):
+    """The table as float32 of `(tokens, head_dim)`: cosines and sines alternate."""
+
+    if rope.shape[1] == 1:
+        # The stride of a dimension of size one says nothing, but `view` insists on it.
+        return torch.view_as_real(rope).squeeze(1)
+
+    return rope.view(torch.float32)
+
+
+def mark_as_written(*tensors):
+    """Tell autograd, which sees no kernel of ours, that tensors were written.
+
+    A value that it has saved for a backward pass is then reported, not used. Inference
+    tensors count no versions.
+    """
+
+    if any(map(torch.Tensor.is_inference, tensors)):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+
+    torch.autograd.graph.increment_version(tensors)

@@ -1,0 +1,173 @@
+"""The machinery of `qk_norm_rope`: checks, allocation, dispatch."""
+
+import dataclasses
+
+import torch
+
+from ntops_ext import configs, reference
+from ntops_ext._handles import import_kernels, make_handle
+from ntops_ext.torch import _checks, _heads
+from ntops_ext.torch._chunks import plan_chunks
+from ntops_ext.torch._eager import RoundingCache
+from ntops_ext.torch._launch import launch, runs_kernel
+
+_NAMES = ("input", "weight", "rope", "out")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """What is known of all calls with these shapes, strides, dtypes and devices."""
+
+    # Whether the memory of a tensor of heads may hold negatives of its values.
+    may_be_lazy: bool
+    # The launches of a call; none if there is nothing to compute.
+    chunks: list
+    # The addresses of the tensors that were checked.
+    addresses: dict = dataclasses.field(default_factory=dict)
+    # The handle, once it was made.
+    handles: list = dataclasses.field(default_factory=list)
+
+
+def qk_norm_rope(input, weight, rope, eps, out):
+    """See `ntops_ext.torch.qk_norm_rope`."""
+
+    arguments = (input, weight, rope, out)
+    tensors = arguments[:3] if out is None else arguments
+    layout = layouts.get(out is None, tensors, arguments)
+    eps = _heads.check_eps(eps)
+
+    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+        _heads.check_not_lazy(_NAMES, arguments)
+
+    if _heads.requires_grad(tensors):
+        raise NotImplementedError(
+            "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with"
+            " detached tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
+        )
+
+    if out is not None:
+        addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+
+        if addresses not in layout.addresses:
+            _check_aliases(*arguments)
+            _heads.remember(layout.addresses, addresses, True)
+
+    if not runs_kernel(input):
+        result = reference.qk_norm_rope(input, weight, rope, eps)
+
+        return result if out is None else out.copy_(result)
+
+    output = out
+
+    if out is None:
+        output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+    if layout.chunks:
+        if not layout.handles:
+            rounding = eager_roundings.get(input.device, input.dtype, input.shape[3])
+            layout.handles.append(_make_handle(input, rounding))
+
+        _run(layout.handles[0], layout.chunks, input, output, weight, rope, eps)
+
+        if out is not None:
+            _heads.mark_as_written(out)
+
+    return output
+
+
+def _check_layout(input, weight, rope, out):
+    """Check what the layouts alone decide."""
+
+    _heads.check_heads("input", input)
+    _heads.check_head_dim("input", input)
+    _heads.check_dense_heads("input", input)
+    _heads.check_weight("weight", weight, "input", input)
+    _heads.check_rope(rope, "input", input)
+    rows = [_heads.rows_of(input), _heads.rows_of_table(rope)]
+
+    if out is None:
+        rows.append(_heads.rows_of(torch.empty(input.shape, device="meta")))
+    else:
+        _heads.check_heads("out", out, "input", input)
+        _checks.check_shape("out", out, input.shape, "the shape of `input`")
+        _heads.check_dense_heads("out", out)
+        _checks.check_no_self_overlap("out", out)
+        rows.append(_heads.rows_of(out))
+
+    return _Layout(
+        may_be_lazy=input.dtype == torch.float32,
+        chunks=plan_chunks(*input.shape[:2], rows) if input.numel() else [],
+    )
+
+
+layouts = _heads.Layouts(_NAMES, _check_layout)
+
+
+def _check_aliases(input, weight, rope, out):
+    """:raises ValueError: If `out` is not `input` itself and shares memory with it."""
+
+    for name, tensor in (("input", input), ("weight", weight), ("rope", rope)):
+        if _checks.overlap(out, tensor) and not (
+            tensor is input and _checks.is_same_view(out, input)
+        ):
+            raise ValueError(
+                f"`out` must be `input` itself or share no memory with `{name}`, but"
+                f" overlaps it."
+            )
+
+
+def _run(handle, chunks, input, output, weight, rope, eps):
+    table = _heads.real_view(rope)
+
+    if len(chunks) == 1:
+        launch(handle, input.device, input, output, weight, table, eps)
+
+        return
+
+    for chunk in chunks:
+        batch = slice(chunk.batch_start, chunk.batch_stop)
+        rows = slice(chunk.row_start, chunk.row_stop)
+        launch(
+            handle,
+            input.device,
+            input[batch, rows],
+            output[batch, rows],
+            weight,
+            table[rows],
+            eps,
+        )
+
+
+def _make_handle(input, rounding):
+    kernels = import_kernels()
+    batch, tokens, num_heads, head_dim = input.shape
+    config = configs.qk_norm_rope_config(
+        num_heads=num_heads,
+        num_kv_heads=0,
+        head_dim=head_dim,
+        item_size=input.element_size(),
+    )
+
+    return make_handle(
+        kernels.qk_norm_rope.premake,
+        num_warps=config.num_warps,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        heads_per_program=config.heads_per_program,
+        order=rounding.order(batch * tokens * num_heads),
+        real_part=rounding.real_part,
+        imaginary_part=rounding.imaginary_part,
+        squares_are_exact=input.element_size() == 2,
+    )
+
+
+def _run_for_comparison(input, weight, rope, rounding):
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    layout = _check_layout(input, weight, rope, output)
+    handle = _make_handle(input, rounding)
+    _run(handle, layout.chunks, input, output, weight, rope, 1e-6)
+
+    return output
+
+
+eager_roundings = RoundingCache(_run_for_comparison)

@@ -1,0 +1,333 @@
+"""The machinery of `qk_norm_rope_pack_`: checks, dispatch, one launch."""
+
+import dataclasses
+
+import torch
+
+from ntops_ext import configs, reference
+from ntops_ext._handles import import_kernels, make_handle
+from ntops_ext.torch import _checks, _heads
+from ntops_ext.torch._chunks import plan_chunks
+from ntops_ext.torch._launch import launch, runs_kernel
+from ntops_ext.torch._qk_norm_rope import eager_roundings
+
+_NAMES = (
+    "q",
+    "k_out",
+    "v_out",
+    "q_weight",
+    "k_weight",
+    "rope",
+    "k_prefix",
+    "v_prefix",
+    "k_src",
+    "v_src",
+)
+
+_WRITTEN = ("q", "k_out", "v_out")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """What is known of all calls with these shapes, strides, dtypes and devices."""
+
+    prefix: int
+    # Whether the memory of a tensor of heads may hold negatives of its values.
+    may_be_lazy: bool
+    # The launches of a call; none if there is nothing to write.
+    chunks: list
+    # The addresses of the tensors, checked -> whether both prefixes are the buffers' own rows.
+    verdicts: dict = dataclasses.field(default_factory=dict)
+    # The handle, once it was made.
+    handles: list = dataclasses.field(default_factory=list)
+
+
+def qk_norm_rope_pack_(
+    q,
+    k_out,
+    v_out,
+    q_weight,
+    k_weight,
+    rope,
+    k_prefix,
+    v_prefix,
+    k_src,
+    v_src,
+    eps,
+):
+    """See `ntops_ext.torch.qk_norm_rope_pack_`."""
+
+    tensors = (q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix)
+    arguments = (*tensors, k_src, v_src)
+
+    if k_src is not None:
+        tensors += (k_src,)
+
+    if v_src is not None:
+        tensors += (v_src,)
+
+    layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
+    eps = _heads.check_eps(eps)
+
+    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+        _heads.check_not_lazy(_NAMES, arguments)
+
+    if _heads.requires_grad(tensors):
+        raise NotImplementedError(
+            "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
+            " `torch.no_grad()` or with detached tensors, or use the out-of-place"
+            " `qk_norm_rope` and `torch.cat`."
+        )
+
+    addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+    prefixes_are_kept = layout.verdicts.get(addresses)
+
+    if prefixes_are_kept is None:
+        prefixes_are_kept = _check_aliases(layout, arguments)
+        _heads.remember(layout.verdicts, addresses, prefixes_are_kept)
+
+    if not runs_kernel(q):
+        return reference.qk_norm_rope_pack_(*arguments, eps=eps)
+
+    if prefixes_are_kept:
+        # There is nothing to bring: the call is one of the rows behind the prefix.
+        prefix = layout.prefix
+        qk_norm_rope_pack_(
+            q,
+            k_out[:, prefix:],
+            v_out[:, prefix:],
+            q_weight,
+            k_weight,
+            rope,
+            k_prefix[:, :0],
+            v_prefix[:, :0],
+            k_src,
+            v_src,
+            eps,
+        )
+
+        return q, k_out, v_out
+
+    if layout.chunks:
+        _run(layout, arguments, eps)
+
+        if layout.prefix or v_src is not None:
+            _heads.mark_as_written(q, k_out, v_out)
+        else:
+            _heads.mark_as_written(q, k_out)
+
+    return q, k_out, v_out
+
+
+def _check_layout(
+    q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src
+):
+    """Check what the layouts alone decide."""
+
+    _heads.check_heads("q", q)
+    _heads.check_head_dim("q", q)
+    heads = {
+        "k_out": k_out,
+        "v_out": v_out,
+        "k_prefix": k_prefix,
+        "v_prefix": v_prefix,
+        "k_src": k_src,
+        "v_src": v_src,
+    }
+    heads = {name: tensor for name, tensor in heads.items() if tensor is not None}
+
+    for name, tensor in heads.items():
+        _heads.check_heads(name, tensor, "q", q)
+
+    _check_shapes(q, **heads)
+
+    for name, tensor in {"q": q, **heads}.items():
+        _heads.check_dense_heads(name, tensor)
+
+    _heads.check_weight("q_weight", q_weight, "q", q)
+    _heads.check_weight("k_weight", k_weight, "q", q)
+    _heads.check_rope(rope, "q", q)
+
+    for name, tensor in (("q", q), ("k_out", k_out), ("v_out", v_out)):
+        if tensor.numel():
+            _checks.check_no_self_overlap(name, tensor)
+
+    batch, num_rows = k_out.shape[:2]
+    chunks = []
+
+    if batch and num_rows:
+        rows = [_heads.rows_of(tensor) for tensor in (q, *heads.values())]
+        chunks = plan_chunks(batch, num_rows, [*rows, _heads.rows_of_table(rope)])
+
+    return _Layout(
+        prefix=k_prefix.shape[1],
+        may_be_lazy=q.dtype == torch.float32,
+        chunks=chunks,
+    )
+
+
+layouts = _heads.Layouts(_NAMES, _check_layout)
+
+
+def _check_shapes(q, k_out, v_out, k_prefix, v_prefix, k_src=None, v_src=None):
+    batch, tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k_out.shape[2]
+    prefix = k_prefix.shape[1]
+
+    for name, tensor in (("q", q), ("k_out", k_out)):
+        if tensor.shape[2] == 0:
+            raise ValueError(
+                f"`{name}` must have at least one head, but has shape"
+                f" {tuple(tensor.shape)}."
+            )
+
+    expected = {
+        "k_prefix": (k_prefix, prefix, "(batch, prefix, kv_heads, head_dim)"),
+        "v_prefix": (v_prefix, prefix, "the shape of `k_prefix`"),
+        "k_out": (
+            k_out,
+            prefix + tokens,
+            "(batch, prefix + tokens, kv_heads, head_dim)",
+        ),
+        "v_out": (v_out, prefix + tokens, "the shape of `k_out`"),
+        "k_src": (k_src, tokens, "(batch, tokens, kv_heads, head_dim)"),
+        "v_src": (v_src, tokens, "(batch, tokens, kv_heads, head_dim)"),
+    }
+
+    for name, (tensor, num_rows, meaning) in expected.items():
+        if tensor is not None:
+            _checks.check_shape(
+                name, tensor, (batch, num_rows, num_kv_heads, head_dim), meaning
+            )
+
+
+def _check_aliases(layout, arguments):
+    """Check what is written against everything else.
+
+    :return: Whether both prefixes are the rows that they would be copied to.
+    :raises ValueError: If two tensors share memory otherwise than row on row.
+    """
+
+    named = dict(zip(_NAMES, arguments, strict=True))
+    prefix = layout.prefix
+    # The rows that a program reads before it writes them itself.
+    own_rows = {
+        ("k_out", "k_prefix"): slice(0, prefix),
+        ("v_out", "v_prefix"): slice(0, prefix),
+        ("k_out", "k_src"): slice(prefix, None),
+        ("v_out", "v_src"): slice(prefix, None),
+    }
+    kept = set()
+
+    for position, written_name in enumerate(_WRITTEN):
+        written = named[written_name]
+
+        for name in (*_WRITTEN[position + 1 :], *_NAMES[len(_WRITTEN) :]):
+            tensor = named[name]
+
+            if tensor is None or not _checks.overlap(written, tensor):
+                continue
+
+            rows = own_rows.get((written_name, name))
+
+            if rows is None or not _checks.is_same_view(written[:, rows], tensor):
+                raise ValueError(
+                    f"`{written_name}` is written and must share no memory with `{name}`"
+                    f"{_but_its_own(rows, prefix)}, but overlaps it."
+                )
+
+            kept.add(name)
+
+    return kept >= {"k_prefix", "v_prefix"}
+
+
+def _but_its_own(rows, prefix):
+    if rows is None:
+        return ""
+
+    range_of_rows = f"[0, {prefix})" if rows.start == 0 else f"[{prefix}, ...)"
+
+    return f" unless that is exactly its own rows {range_of_rows}"
+
+
+def _run(layout, arguments, eps):
+    q, k_out, v_out, q_weight, k_weight, rope, *sources = arguments
+
+    if not layout.handles:
+        layout.handles.append(_make_handle(q, k_out, *sources[2:]))
+
+    handle = layout.handles[0]
+    table = _heads.real_view(rope)
+
+    if len(layout.chunks) == 1:
+        launch(
+            handle,
+            q.device,
+            q,
+            k_out,
+            v_out,
+            q_weight,
+            k_weight,
+            table,
+            *[source for source in sources if source is not None],
+            eps,
+        )
+
+        return
+
+    prefix = layout.prefix
+
+    for chunk in layout.chunks:
+        batch = slice(chunk.batch_start, chunk.batch_stop)
+        packed = slice(chunk.row_start, chunk.row_stop)
+        in_prefix = slice(min(chunk.row_start, prefix), min(chunk.row_stop, prefix))
+        behind = slice(
+            max(chunk.row_start - prefix, 0), max(chunk.row_stop - prefix, 0)
+        )
+        rows_of_sources = (in_prefix, in_prefix, behind, behind)
+        launch(
+            handle,
+            q.device,
+            q[batch, behind],
+            k_out[batch, packed],
+            v_out[batch, packed],
+            q_weight,
+            k_weight,
+            table[behind],
+            *[
+                source[batch, rows]
+                for source, rows in zip(sources, rows_of_sources, strict=True)
+                if source is not None
+            ],
+            eps,
+        )
+
+
+def _make_handle(q, k_out, k_src, v_src):
+    kernels = import_kernels()
+    batch, tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k_out.shape[2]
+    rounding = eager_roundings.get(q.device, q.dtype, head_dim)
+    config = configs.qk_norm_rope_config(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        item_size=q.element_size(),
+    )
+
+    return make_handle(
+        kernels.qk_norm_rope_pack.premake,
+        num_warps=config.num_warps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        heads_per_program=config.heads_per_program,
+        kv_heads_per_program=config.kv_heads_per_program,
+        q_order=rounding.order(batch * tokens * num_heads),
+        k_order=rounding.order(batch * tokens * num_kv_heads),
+        real_part=rounding.real_part,
+        imaginary_part=rounding.imaginary_part,
+        squares_are_exact=q.element_size() == 2,
+        has_k_src=k_src is not None,
+        has_v_src=v_src is not None,
+    )

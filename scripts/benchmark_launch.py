@@ -1,0 +1,164 @@
+"""Host time of a NineToothed call, unpatched and from a plan, beside `torch.add(x, y, out=z)` in the same run.
+
+    python scripts/benchmark_launch.py [--output FILE.jsonl]
+
+Wall clock a call over hundreds of calls without synchronising; the median of rounds, in which all calls take turns.
+"""
+
+import argparse
+import itertools
+import pathlib
+
+import launch_cases
+import launch_timing
+import torch
+from environment import describe_environment, print_environment
+from launch_timing import call
+
+import ninetoothed_patches
+
+# A planned call against torch.add, at most.
+BARS = {"5 tensors": 1.25, "5 tensors, auto-tuned": 1.25, "11 tensors": 2.0}
+
+# A miss against the unpatched call, at most.
+MISS_BAR = 1.3
+
+
+def unseen_layouts(arguments):
+    """Calls of `five`, each with a number of rows of its own, and all for one compiled kernel."""
+
+    device = arguments[0].device
+    x, gate, weight, bias, out, *scalars = launch_cases.arguments_of_five(device, 4096)
+    # Neither 1 nor divisible by 16, which Triton compiles kernels of their own for.
+    counts = [count for count in range(17, 4096) if count % 16]
+
+    return [
+        (x[:count], gate[:count], weight, bias, out[:count], *scalars)
+        for count in counts
+    ]
+
+
+def misses(rounds, calls, arguments):
+    """Unpatched calls and misses with the same layouts."""
+
+    twin = launch_cases.five()
+    layouts = unseen_layouts(arguments)
+    handle = ninetoothed_patches.planned(launch_cases.five(), max_plans=len(layouts))
+    # Makes the kernel for these layouts.
+    twin(*layouts[-1])
+    handle(*layouts[-1])
+    calls = min(calls, len(layouts) // 2)
+    unpatched, missing = itertools.cycle(layouts), itertools.cycle(layouts)
+
+    def miss():
+        handle(*next(missing))
+
+    def unpatched_call():
+        twin(*next(unpatched))
+
+    def forget():
+        # Outside of what is timed: the layouts come round again.
+        handle._cache.clear()
+
+    samples = {"unpatched": [], "miss": []}
+
+    for _ in range(rounds):
+        forget()
+        times = launch_timing.host_times(
+            {"unpatched": unpatched_call, "miss": miss}, rounds=2, calls=calls // 4
+        )
+
+        for name, time in times.items():
+            samples[name].append(time["median"])
+
+    info = handle.cache_info()
+    assert info.hits == 0, "a layout came round before it was forgotten"
+
+    return {name: launch_timing.summary(values) for name, values in samples.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--calls", type=int, default=400)
+    parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
+    options = parser.parse_args()
+
+    with launch_timing.launching() as device:
+        records = measure(device, options)
+
+    environment = describe_environment()
+    launch_timing.write(options.output, [environment | record for record in records])
+    print_environment(environment)
+    print(f"{'case':34} {'us':>7} {'spread':>7} {'ratio':>6} {'bar':>5}")
+
+    for record in records:
+        bar = record.get("bar")
+        print(
+            f"{record['case']:34} {record['median']:7.2f} {record['spread']:7.2f} "
+            f"{record['ratio']:6.2f} {'' if bar is None else format(bar, '5.2f')}"
+            f"{'' if bar is None or record['ratio'] <= bar else '  MISSED'}"
+        )
+
+
+def measure(device, options):
+    x, y, z = (
+        torch.ones(launch_cases.ROWS, launch_cases.COLUMNS, device=device)
+        for _ in range(3)
+    )
+    functions = {
+        "torch.add(x, y, out=z)": lambda: torch.add(x, y, out=z),
+        "torch.empty_like(x)": lambda: torch.empty_like(x),
+    }
+    handles = {}
+
+    for name, (make, arguments_of) in launch_cases.CASES.items():
+        arguments = arguments_of(device)
+        twin, handle = make(), ninetoothed_patches.planned(make())
+        handles[name] = handle
+        functions[f"{name}, unpatched"] = call(twin, arguments)
+        functions[f"{name}, planned"] = call(handle, arguments)
+
+    # Six layouts in turn are more than the recent plans: each call makes its key and looks it up.
+    handles["rotating"] = rotating = ninetoothed_patches.planned(launch_cases.five())
+    layouts = itertools.cycle(
+        unseen_layouts(launch_cases.arguments_of_five(device))[:6]
+    )
+    functions["5 tensors, 6 layouts in turn"] = lambda: rotating(*next(layouts))
+    times = launch_timing.host_times(
+        functions, rounds=options.rounds, calls=options.calls
+    )
+
+    for name, handle in handles.items():
+        info = handle.cache_info()
+        assert not info.bypasses and info.hits > info.misses, (name, info)
+
+    floor = times["torch.add(x, y, out=z)"]["median"]
+    records = [
+        {
+            "case": name,
+            **time,
+            "ratio": time["median"] / floor,
+            "of": "torch.add",
+            "bar": BARS.get(name.removesuffix(", planned"))
+            if name.endswith("planned")
+            else None,
+        }
+        for name, time in times.items()
+    ]
+    miss = misses(options.rounds, options.calls, launch_cases.arguments_of_five(device))
+
+    return records + [
+        {
+            "case": f"5 tensors, new layout, {name}",
+            **time,
+            "ratio": time["median"] / miss["unpatched"]["median"],
+            "of": "unpatched",
+            "bar": MISS_BAR if name == "miss" else None,
+        }
+        for name, time in miss.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

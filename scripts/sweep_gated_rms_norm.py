@@ -1,0 +1,170 @@
+"""Time every launch choice of gated RMSNorm, to choose those of `ntops_ext.configs` by.
+
+    python scripts/sweep_gated_rms_norm.py --output FILE.jsonl
+
+For each group size, rows a program, warps and order of loads: device time beside
+`torch.add` on the same bytes, with the L2 cache cleared for many rows, and 20 launches back
+to back for few. Nothing that is timed here can change a bit of a result.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import sys
+
+import torch
+from environment import describe_environment, print_environment
+from timing import cold_device_time, warm_device_time
+from tqdm import tqdm
+
+from ntops_ext import configs
+from ntops_ext._handles import import_kernels, make_handle
+
+# (group size, groups a row, rows, whether the norm comes first)
+MANY_GROUPS = (
+    (64, 32, 16384, True),
+    (128, 1, 131072, True),
+    (128, 1, 4096, True),
+    (512, 8, 4096, False),
+    (960, 8, 4096, False),
+    (1024, 8, 4096, False),
+    (1280, 8, 4096, False),
+    (1536, 1, 16384, False),
+    (2048, 8, 4096, False),
+    (3072, 1, 8192, False),
+    (3584, 2, 4096, False),
+    (4096, 1, 8192, True),
+    (5120, 1, 4096, False),
+    (7168, 1, 4096, False),
+    (8192, 1, 4096, False),
+    (10240, 1, 4096, False),
+    (16384, 1, 2048, False),
+)
+
+FEW_GROUPS = (
+    (128, 1, 32, True),
+    (1024, 8, 1, False),
+    (1280, 8, 64, False),
+    (4096, 1, 1, True),
+    (5120, 1, 8, False),
+)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", metavar="FILE.jsonl", required=True)
+    options = parser.parse_args(arguments)
+    environment = describe_environment()
+    print_environment(environment)
+
+    jobs = [
+        (shape, choice)
+        for shape in MANY_GROUPS + FEW_GROUPS
+        for choice in choices(shape[0])
+    ]
+
+    # Triton keeps what these processes compile on disk, for this one to find.
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        pool.starmap(compile_choice, jobs, chunksize=1)
+
+    with open(options.output, "w", encoding="utf-8") as file:
+        for shape in tqdm(MANY_GROUPS + FEW_GROUPS, unit="shape"):
+            records = measure(shape)
+
+            for record in records:
+                print(json.dumps({**record, "environment": environment}), file=file)
+
+            print_best(shape, records)
+
+
+def choices(group_size):
+    """Rows, warps, order of loads: at most 64 columns a thread, and no fewer than 8."""
+
+    lanes = configs.next_power_of_2(group_size)
+
+    return [
+        (rows, num_warps, parameters_first)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for num_warps in (1, 2, 4, 8, 16, 32)
+        for parameters_first in (True, False)
+        if 256 * num_warps <= rows * lanes <= 2048 * num_warps
+        and (rows == 1 or rows * lanes <= 8192)
+    ]
+
+
+def make_call(shape, choice):
+    """A call of the kernel with random contents, and its tensors."""
+
+    group_size, num_groups, num_rows, norm_before_gate = shape
+    rows_per_program, num_warps, parameters_first = choice
+    kernel = import_kernels().gated_rms_norm
+    handle = make_handle(
+        kernel.premake,
+        num_warps=num_warps,
+        num_columns=num_groups * group_size,
+        group_size=group_size,
+        row_tile=(rows_per_program,),
+        parameters_first=parameters_first,
+    )
+    random = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    input, gate = (random(num_rows, num_groups * group_size) for _ in range(2))
+    weight, output = random(num_groups * group_size), torch.empty_like(input)
+    scalars = (1 / group_size, 1e-5, 0.0, kernel.SILU, int(norm_before_gate))
+
+    def call():
+        handle(input, gate, weight, -0.0, output, *scalars)
+
+    return call, (input, gate, output)
+
+
+def compile_choice(shape, choice):
+    make_call(shape, choice)[0]()
+    torch.cuda.synchronize()
+
+
+def measure(shape):
+    """A record for each choice."""
+
+    group_size, num_groups, num_rows, norm_before_gate = shape
+    time = cold_device_time if shape in MANY_GROUPS else warm_device_time
+    _, (input, gate, output) = make_call(shape, choices(group_size)[0])
+    floor, _ = time(lambda: torch.add(input, gate, out=output))
+    records = []
+
+    for choice in choices(group_size):
+        call, _ = make_call(shape, choice)
+        microseconds, spread = time(call)
+        records.append(
+            {
+                "sweep": "gated_rms_norm",
+                "group_size": group_size,
+                "groups": num_groups,
+                "rows": num_rows,
+                "norm_before_gate": norm_before_gate,
+                "rows_per_program": choice[0],
+                "num_warps": choice[1],
+                "parameters_first": choice[2],
+                "us": microseconds,
+                "spread_us": spread,
+                "torch_add_us": floor,
+            }
+        )
+
+    return records
+
+
+def print_best(shape, records, most=6):
+    records = sorted(records, key=lambda record: record["us"])
+    print(f"{shape}: torch.add {records[0]['torch_add_us']:.2f} us")
+
+    for record in records[:most]:
+        print(
+            f"  {record['us'] / record['torch_add_us']:.3f} x  rows"
+            f" {record['rows_per_program']} warps {record['num_warps']}"
+            f" parameters {'first' if record['parameters_first'] else 'last'}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

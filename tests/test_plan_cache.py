@@ -1,0 +1,204 @@
+"""The cache of one handle: bounded, counted, dropped."""
+
+import gc
+import weakref
+
+import launch_kernels
+import pytest
+from launch_helpers import Pair, rows
+from recording_driver import recording
+from triton.compiler import CompiledKernel
+
+import ninetoothed_patches
+from ninetoothed_patches.plan_cache import RECENT_PLANS
+
+
+@pytest.fixture
+def driver():
+    with recording() as driver:
+        yield driver
+
+
+def counts(handle):
+    info = handle.cache_info()
+
+    return info.hits, info.misses, info.evictions, info.plans
+
+
+def test_the_bound_is_kept_whatever_comes(driver):
+    """LP19: 1,000 layouts twice, room for 8: all misses, never more than 8 plans."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=8)
+    most = 0
+
+    for _ in range(2):
+        for count in range(1, 1001):
+            handle(x := rows(1).expand(count, 128), 0.5, x)
+            most = max(most, len(handle._cache._plans), len(handle._cache._queue))
+
+    assert most == 8
+    assert counts(handle) == (0, 2000, 1992, 8)
+
+
+def test_the_least_recently_used_plan_goes_first(driver):
+    """LP19: a layout called after every fourth other one is never evicted."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=8)
+    kept = rows(2000)
+
+    for count in range(1, 1001):
+        handle(x := rows(1).expand(count, 128), 0.5, x)
+
+        if count % 4 == 0:
+            handle(kept, 0.5, kept)
+
+    assert counts(handle) == (249, 1001, 993, 8)
+
+
+def test_the_order_of_use_is_exact(driver):
+    """Hits count as use: with room for three, the one not used for longest is evicted each time."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=3)
+    tensors = {count: rows(count) for count in range(1, 7)}
+
+    def use(*order):
+        """Which of these calls were hits."""
+
+        hits = []
+
+        for count in order:
+            before = handle.cache_info().hits
+            handle(tensors[count], 0.5, tensors[count])
+            hits.append(handle.cache_info().hits - before)
+
+        return hits
+
+    assert use(1, 2, 3, 1, 1, 4) == [0, 0, 0, 1, 1, 0]
+    # 2 is gone; 3 is the oldest, then 1, then 4.
+    assert use(3, 1, 2) == [1, 1, 0]
+    # 4 is gone.
+    assert use(3, 1, 2, 4) == [1, 1, 1, 0]
+    assert use(3) == [0]
+
+
+def test_constants_do_not_grow_our_cache(driver):
+    """LP20: Triton keeps a kernel for each value; our plans stay at their bound."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale_c(), max_plans=4)
+    x = rows()
+
+    for s in range(2, 12):
+        handle(x, s, x)
+
+    assert counts(handle) == (0, 10, 6, 4)
+
+
+@pytest.mark.skipif(
+    not hasattr(CompiledKernel, "__del__"),
+    reason="before 3.8 Triton never unloads a module",
+)
+def test_an_evicted_kernel_can_be_unloaded_and_a_live_one_is_not(driver):
+    """LP21: a plan keeps its kernel alive; without plan and store nothing does."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
+    x, misaligned = rows(), rows(offset=1)
+
+    for _ in range(3):
+        handle(misaligned, 0.5, x)
+
+    for _ in range(3):
+        handle(x, 0.5, x)
+
+    (store,) = (entry[0] for entry in handle._kernel.device_caches.values())
+    first, second = map(weakref.ref, store.values())
+    functions = first().function, second().function
+    store.clear()
+    handle(x, 2, x)
+    driver.clear()
+    gc.collect()
+    assert first() is None
+    assert driver.unloaded == [functions[0]]
+    assert second() is not None
+    handle(x, 0.5, x)
+    assert driver.take()[-1].function == functions[1]
+
+
+def test_clear_plans_drops_plans_and_keeps_counters(driver):
+    """The next call is a miss, and works."""
+
+    pair = Pair("scale", driver)
+    x = rows()
+
+    for _ in range(3):
+        pair.call(x, 0.5, x)
+
+    ninetoothed_patches.clear_plans()
+    assert pair.info.plans == 0
+    assert pair.counts == (2, 1, 0)
+    pair.call(x, 0.5, x)
+    assert pair.counts == (2, 2, 0)
+
+
+def test_looking_at_the_counters_does_not_change_them(driver):
+    """Hits are counted by a clock that looking turns."""
+
+    pair = Pair("scale", driver)
+    x = rows()
+    assert [pair.counts for _ in range(3)] == [(0, 0, 0)] * 3
+
+    for _ in range(3):
+        pair.call(x, 0.5, x)
+
+    assert [pair.counts for _ in range(3)] == [(2, 1, 0)] * 3
+
+
+def test_the_total_is_the_sum_of_the_handles(driver):
+    """`cache_info()` names each handle by its kernel and a number."""
+
+    gc.collect()
+    before = ninetoothed_patches.cache_info()
+    first = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=1)
+    second = ninetoothed_patches.planned(launch_kernels.scale())
+
+    for count in (1, 2, 2):
+        first(x := rows(count), 0.5, x)
+
+    total = ninetoothed_patches.cache_info()
+    name = first._kernel.__name__
+    names = [key for key in total.handles if key not in before.handles]
+    assert all(key.startswith(f"{name}#") for key in names)
+    assert [total.handles[key] for key in names] == [
+        first.cache_info(),
+        second.cache_info(),
+    ]
+    assert total.hits - before.hits == 1
+    assert total.misses - before.misses == 2
+    assert total.evictions - before.evictions == 1
+    assert total.plans - before.plans == 1
+
+
+def test_a_handle_that_dies_takes_its_plans_along(driver):
+    """The registry of caches holds none of them alive."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    cache = weakref.ref(handle._cache)
+
+    for _ in range(3):
+        handle(x := rows(), 0.5, x)
+
+    del handle
+    gc.collect()
+    assert cache() is None
+
+
+def test_few_plans_are_compared_before_a_key_is_made(driver):
+    """However many layouts a kernel meets, a call is compared with the last few only."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+
+    for count in (*range(1, 9), *range(1, 9)):
+        handle(x := rows(count), 0.5, x)
+
+    recent = handle._cache.recent
+    assert len(recent) == RECENT_PLANS
+    assert handle._cache.info().plans == 8
