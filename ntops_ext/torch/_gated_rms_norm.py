@@ -213,7 +213,8 @@ def _check_layout(
     return _Layout(
         group_size=group_size,
         eps=float(eps),
-        weight_offset=float(weight_offset),
+        # -0.0 becomes 0.0: the two are equal, and a layout is remembered for both.
+        weight_offset=float(weight_offset) + 0.0,
         unaddressable=unaddressable,
         parts=parts,
     )
