@@ -37,11 +37,17 @@ def bits(value):
     return value if type(value) in SCALAR_TYPES else None
 
 
+def is_aligned(address):
+    """Source text: whether the address of that name is aligned."""
+
+    return f"{address} % {ALIGNMENT} == 0"
+
+
 class CallReader:
     """How calls of one handle are read.
 
-    `addresses` and `key` are source text in terms of the parameters, for the handle's entry. The key's first item, `kinds`,
-    is what decides whether a call can be planned at all: the types and devices.
+    `addresses` and `key` are source text in terms of the parameters, for the handle's entry; names of ours in it start with
+    two underscores. The key's first item, `kinds`, is what decides whether a call can be planned at all: types and devices.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """
@@ -51,25 +57,25 @@ class CallReader:
         self.scalars = [name for name, is_tensor in parameters if not is_tensor]
         self._is_tensor = [is_tensor for _, is_tensor in parameters]
 
+        self.addresses = []
         kinds, values = [], []
 
         for name, is_tensor in parameters:
-            kinds.append(f"type({name})")
+            kinds.append(f"__type({name})")
 
             if is_tensor:
+                address = f"__address_{name}"
+                self.addresses.append((address, f"{name}.data_ptr()"))
                 kinds.append(f"{name}.device")
                 values += [
                     f"{name}.shape",
                     f"{name}.stride()",
                     f"{name}.dtype",
-                    f"{name}_address % {ALIGNMENT} == 0",
+                    is_aligned(address),
                 ]
             else:
-                values.append(f"{name} if type({name}) is int else bits({name})")
+                values.append(f"{name} if __type({name}) is __int else __bits({name})")
 
-        self.addresses = [
-            f"{name}_address = {name}.data_ptr()" for name in self.tensors
-        ]
         self.key = f"(({', '.join(kinds)}), {', '.join(values)})"
 
     def tensors_of(self, arguments):
@@ -121,12 +127,13 @@ def _unlike_scalar(argument):
     return "unknown scalar type"
 
 
-def compile_function(source, name, **names):
+def compile_function(source, name, names=()):
     """The function `name` that `source` defines, with `names` as its globals."""
 
-    exec(compile(source, f"<generated: {name}>", "exec"), names)
+    scope = dict(names)
+    exec(compile(source, f"<generated: {name}>", "exec"), scope)
 
-    return names[name]
+    return scope[name]
 
 
 def tensor_guard(tensors):

@@ -146,6 +146,10 @@ def _parameters(kernel, launch):
     if not triton_abi.is_compiled(kernel):
         return [(name, False) for name in names], "interpreter"
 
+    if any(name.startswith("__") for name in names):
+        # They may be names of the entry's own.
+        return [(name, False) for name in names], "reserved parameter name"
+
     if {"offsets", "values"} & set(code.co_names):
         return [(name, False) for name in names], "jagged"
 

@@ -17,6 +17,7 @@ from ninetoothed_patches.call_key import (
     CallReader,
     bits,
     compile_function,
+    is_aligned,
     tensor_guard,
 )
 from ninetoothed_patches.counters import CacheInfo
@@ -26,50 +27,51 @@ from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 # two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
 RECENT_PLANS = 4
 
+# Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
 _ENTRY = """\
-def {name}({self}, {parameters}, *{surplus}):
-    if {surplus} or is_dynamo_compiling():
-        return ordinary({parameters}, *{surplus})
+def {name}(__handle, {parameters}, *__surplus):
+    if __surplus or __is_dynamo_compiling():
+        return __ordinary({parameters}, *__surplus)
 
     try:
         {read_addresses}
-        alignments = ({any_address}) % {alignment} and ({alignments})
+        __alignments = ({any_address}) % {alignment} and ({alignments},)
 
-        for plan in cache.recent:
+        for __plan in __cache.recent:
             if (
-                plan.fits({tensors})
-                and plan.driver is {driver}
-                and plan.current_device() == plan.device
-                and plan.alignments == alignments
+                __plan.fits({tensors})
+                and __plan.driver is {driver}
+                and __plan.current_device() == __plan.device
+                and __plan.alignments == __alignments
                 {scalars_fit}
-                and plan.state == {state}
-                and plan.store is {stores}[plan.device]
+                and __plan.state == {state}
+                and __plan.store is {stores}[__plan.device]
                 {tuner_fits}
                 and not ({watchers})
             ):
                 break
         else:
-            plan, key = None, {key}
-    except Exception:
+            __plan, __key = None, {key}
+    except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
-        plan = key = None
+        __plan = __key = None
 
-    if plan is None:
-        if key is None:
-            return cache.unreadable(({parameters},))
+    if __plan is None:
+        if __key is None:
+            return __cache.unreadable(({parameters},))
 
-        return cache.call(key, ({parameters},), ({addresses},))
+        return __cache.call(__key, ({parameters},), ({addresses},))
 
-    plan.stamp = next(clock)
-    plan.launch(plan.current_stream(plan.device), {addresses})
+    __plan.stamp = __next(__clock)
+    __plan.launch(__plan.current_stream(__plan.device), {addresses})
 """
 
 # The very object that was passed before; otherwise equal, of the same type, and none of the zeros.
 _SCALAR_FITS = """\
 and (
-                    {name} is plan.scalars[{position}]
-                    or type({name}) is type(plan.scalars[{position}])
-                    and {name} == plan.scalars[{position}]
+                    {name} is __plan.scalars[{position}]
+                    or __type({name}) is __type(__plan.scalars[{position}])
+                    and {name} == __plan.scalars[{position}]
                     and {name}
                 )"""
 
@@ -133,7 +135,7 @@ class PlanCache:
         self._made = 0
         self._forms = weakref.WeakKeyDictionary()
         self._plannable_kinds = set()
-        self._driver = self._store = None
+        self._known_rule = None, None
 
     def clear(self):
         """Drop all plans. The counters stay."""
@@ -177,58 +179,55 @@ class PlanCache:
 
     def _entry(self, parameters):
         expressions = triton_abi.expressions()
-        reader = self._reader
-        names = [name for name, _ in parameters]
-        addresses = [f"{name}_address" for name in reader.tensors]
-        aligned = [f"{address} % {ALIGNMENT} == 0" for address in addresses]
+        names = {
+            **expressions.names,
+            "__jit": self._kernel,
+            "__cache": self,
+            "__clock": self._clock,
+            "__tuner": self._tuner,
+            "__ordinary": self._untouched(),
+            "__is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+            "__bits": bits,
+            "__int": int,
+            "__type": type,
+            "__next": next,
+            "__len": len,
+            "__Exception": Exception,
+        }
         self._state, self._stores, self._watchers = (
-            compile_function(
-                f"def read():\n    return {expression}",
-                "read",
-                jit=self._kernel,
-                **expressions.names,
-            )
+            compile_function(f"def read():\n    return {expression}", "read", names)
             for expression in (
                 expressions.state,
                 expressions.stores,
                 expressions.watchers,
             )
         )
-
-        return compile_function(
-            _ENTRY.format(
-                name=self._launch.__name__,
-                # Names that no parameter has.
-                self=f"{'_'.join(names)}_handle",
-                surplus=f"{'_'.join(names)}_surplus",
-                parameters=", ".join(names),
-                tensors=", ".join(reader.tensors),
-                read_addresses="\n        ".join(reader.addresses),
-                addresses=", ".join(addresses),
-                any_address=" | ".join(addresses),
-                alignment=ALIGNMENT,
-                alignments="".join(f"{condition}, " for condition in aligned),
-                scalars_fit="\n                ".join(
-                    _SCALAR_FITS.format(name=name, position=position)
-                    for position, name in enumerate(reader.scalars)
-                ),
-                tuner_fits="and len(tuner.cache) == cache.tuned" if self._tuner else "",
-                key=reader.key,
-                driver=expressions.driver,
-                state=expressions.state,
-                stores=expressions.stores,
-                watchers=expressions.watchers,
+        reader = self._reader
+        addresses = [address for address, _ in reader.addresses]
+        source = _ENTRY.format(
+            name=self._launch.__name__,
+            parameters=", ".join(name for name, _ in parameters),
+            tensors=", ".join(reader.tensors),
+            read_addresses="\n        ".join(map(" = ".join, reader.addresses)),
+            addresses=", ".join(addresses),
+            any_address=" | ".join(addresses),
+            alignment=ALIGNMENT,
+            alignments=", ".join(map(is_aligned, addresses)),
+            scalars_fit="\n                ".join(
+                _SCALAR_FITS.format(name=name, position=position)
+                for position, name in enumerate(reader.scalars)
             ),
-            self._launch.__name__,
-            bits=bits,
-            cache=self,
-            clock=self._clock,
-            jit=self._kernel,
-            tuner=self._tuner,
-            ordinary=self._untouched(),
-            is_dynamo_compiling=torch.compiler.is_dynamo_compiling,
-            **expressions.names,
+            tuner_fits="and __len(__tuner.cache) == __cache.tuned"
+            if self._tuner
+            else "",
+            key=reader.key,
+            driver=expressions.driver,
+            state=expressions.state,
+            stores=expressions.stores,
+            watchers=expressions.watchers,
         )
+
+        return compile_function(source, self._launch.__name__, names)
 
     def _never_entry(self, reason):
         def bypass(handle, /, *arguments, **keywords):
@@ -261,7 +260,7 @@ class PlanCache:
         self._count_bypass(
             "launch hook"
             if self._is_watched()
-            else self._reader.unplannable(arguments) or "unreadable tensor"
+            else self._reader.unplannable(arguments) or "unreadable call"
         )
 
         return self._ordinary(self._launch, arguments)
@@ -271,23 +270,12 @@ class PlanCache:
 
         made = self._made
         driver = triton_abi.active_driver()
-
-        if driver is not self._driver:
-            self._current_device, self._current_stream = (
-                triton_abi.current_device_and_stream(driver)
-            )
-            self._driver = driver
-            self._plannable_kinds.clear()
-
-        device = self._current_device()
+        device = driver.get_current_device()
         store = self._stores()[device]
+        rule = self._tensor_rule(store)
 
-        if store is not self._store:
-            self._rule = triton_abi.tensor_rule(store)
-            self._store = store
-
-        if self._rule is not None:
-            key += tuple(map(self._rule, self._reader.tensors_of(arguments)))
+        if rule is not None:
+            key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
         if self._tuner is not None:
             self._notice_tuner()
@@ -313,9 +301,17 @@ class PlanCache:
         if plan is None:
             return self._prepare(key, arguments, addresses, made)
 
-        self._remember(plan, arguments, addresses)
+        self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
         plan.launch(plan.current_stream(device), *addresses)
+
+    def _tensor_rule(self, store):
+        known = self._known_rule
+
+        if known[0] is not store:
+            known = self._known_rule = store, triton_abi.tensor_rule(store)
+
+        return known[1]
 
     def _is_watched(self):
         try:
@@ -335,7 +331,7 @@ class PlanCache:
     def _unplannable_kinds(self, key, arguments):
         driver, device, _, (kinds, *_) = key
 
-        if (device, kinds) in self._plannable_kinds:
+        if (driver, device, kinds) in self._plannable_kinds:
             return None
 
         home = driver.get_active_torch_device()
@@ -347,7 +343,7 @@ class PlanCache:
             reason = "foreign device"
 
         if reason is None:
-            self._plannable_kinds.add((device, kinds))
+            self._plannable_kinds.add((driver, device, kinds))
 
         return reason
 
@@ -432,6 +428,10 @@ class PlanCache:
         with self._changing:
             self._misses += 1
 
+            if plan.key in self._plans:
+                # A source was replaced and put back: what was made in between is of no use.
+                self.clear()
+
             while len(self._plans) >= self.bound:
                 if _is_capturing():
                     # What is unloaded during a capture breaks it. The call was right without its plan being kept.
@@ -458,7 +458,7 @@ class PlanCache:
         self.recent = tuple(other for other in self.recent if other is not plan)
         self._evictions += 1
 
-    def _remember(self, plan, arguments, addresses):
+    def _remember(self, plan, arguments, addresses, *, can_guard):
         """Make `plan` one of those that the next call is compared with first."""
 
         with self._changing:
@@ -474,7 +474,7 @@ class PlanCache:
                     map(operator.is_, scalars, plan.scalars)
                 )
 
-            if is_refused and self._rule is None:
+            if is_refused and can_guard:
                 plan.fits = tensor_guard(self._reader.tensors_of(arguments))
 
             plan.scalars = scalars
@@ -500,13 +500,11 @@ class PlanCache:
             form = LaunchForm(compiled, bound, [name for name, _ in self._pointers])
             self._forms[compiled] = form
 
-        plan.current_device = self._current_device
-        plan.current_stream = self._current_stream
-        plan.alignments = (
-            tuple(address % ALIGNMENT == 0 for address in addresses)
-            if any(address % ALIGNMENT for address in addresses)
-            else 0
+        plan.current_device, plan.current_stream = triton_abi.current_device_and_stream(
+            plan.driver
         )
+        aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
+        plan.alignments = 0 if all(aligned) else aligned
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)
 

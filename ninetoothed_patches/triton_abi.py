@@ -36,14 +36,14 @@ def version_is_supported(version):
 class Expressions:
     """Source text for what is looked at on every call, put straight into each handle's entry.
 
-    A function call costs about 0.1 us, as much as all that one of these reads. `jit` is the handle's JITFunction.
+    A function call costs about 0.1 us, as much as all that one of these reads. `__jit` is the handle's JITFunction.
 
     :param driver: The active driver.
     :param watchers: True if anything wants to see launches: then they go the ordinary way.
     :param state: A tuple of all else that Triton reads on each call and that decides which kernel it launches; the
         first is the kernel's hash.
     :param stores: The mapping of a device to the kernels compiled for it.
-    :param names: What the expressions refer to, except `jit`.
+    :param names: What the expressions refer to, except `__jit`.
     """
 
     driver: str
@@ -57,41 +57,40 @@ class Expressions:
 def expressions():
     """The expressions for the running Triton."""
 
-    names = {"driver_config": driver_config, "CompiledKernel": CompiledKernel}
+    names = {"__driver_config": driver_config, "__CompiledKernel": CompiledKernel}
     knobs = getattr(triton, "knobs", None)
-    watchers = ["jit.pre_run_hooks"]
-    state = ["jit.hash"]
+    watchers = ["__jit.pre_run_hooks"]
+    state = ["__jit.hash"]
 
     if _mentions(JITFunction.run, "debug"):
-        state.append("jit.debug")
+        state.append("__jit.debug")
 
     if knobs is None:
-        names["environ"] = os.environ
-        state.append('environ.get("TRITON_DEBUG", "0") == "1"')
-        watchers += [f"CompiledKernel.{hook}" for hook in _LAUNCH_HOOKS]
+        names["__environ"] = os.environ
+        state.append('__environ.get("TRITON_DEBUG", "0") == "1"')
+        watchers += [f"__CompiledKernel.{hook}" for hook in _LAUNCH_HOOKS]
     else:
-        names |= {"runtime": knobs.runtime, "compilation": knobs.compilation}
-        state.append("runtime.debug")
+        names |= {"__runtime": knobs.runtime, "__compilation": knobs.compilation}
+        state.append("__runtime.debug")
         # From 3.5 on a hook is a chain that is always there; a launch is watched if the chain has links.
-        is_chain = hasattr(knobs, "HookChain")
-        suffix = ".calls" if is_chain else ""
-        watchers += [f"runtime.{hook}{suffix}" for hook in _LAUNCH_HOOKS]
+        suffix = ".calls" if hasattr(knobs, "HookChain") else ""
+        watchers += [f"__runtime.{hook}{suffix}" for hook in _LAUNCH_HOOKS]
 
         for knob in ("instrumentation_mode", "fpsan_homomorphic_casts"):
             if _mentions(JITFunction.run, knob):
-                state.append(f"compilation.{knob}")
+                state.append(f"__compilation.{knob}")
 
         if _mentions(JITFunction.run, "add_stages_inspection_hook"):
-            watchers.append("runtime.add_stages_inspection_hook")
+            watchers.append("__runtime.add_stages_inspection_hook")
 
     return Expressions(
         # `DriverConfig.active` became a property in 3.5; the attribute behind it costs a third.
-        driver="driver_config._active"
+        driver="__driver_config._active"
         if isinstance(vars(type(driver_config)).get("active"), property)
-        else "driver_config.active",
+        else "__driver_config.active",
         watchers=" or ".join(watchers),
-        state=f"({', '.join(state)})",
-        stores=f"jit.{_store_attribute()}",
+        state=f"({', '.join(state)},)",
+        stores=f"__jit.{_store_attribute()}",
         names=names,
     )
 

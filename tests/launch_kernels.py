@@ -146,6 +146,37 @@ def spare():
     )
 
 
+def launch_names_application(key, plan, type, cache, next, jit, len):
+    cache = key * plan + type * next + jit * len  # noqa: F841
+
+
+def names_of_ours():
+    """A kernel whose parameters are called what other code calls its own."""
+
+    return ninetoothed.make(
+        lambda key, plan, type, cache, next, jit, len: (
+            *(tensor.tile(_TILE) for tensor in (key,)),
+            plan,
+            *(tensor.tile(_TILE) for tensor in (type, cache)),
+            next,
+            jit.tile(_TILE),
+            len,
+        ),
+        launch_names_application,
+        (
+            Tensor(shape=(None, 128), name="key"),
+            Tensor(0, name="plan"),
+            Tensor(shape=(None, 128), name="type"),
+            Tensor(shape=(None, 128), name="cache"),
+            Tensor(0, name="next"),
+            Tensor(shape=(None, 128), name="jit"),
+            Tensor(0, name="len"),
+        ),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
 def jagged():
     """A jagged x, o of [B, J, 128]."""
 

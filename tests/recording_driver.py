@@ -7,6 +7,7 @@ object for NVIDIA, with its C function replaced by one that notes what it is giv
 import collections
 import contextlib
 import dataclasses
+import os
 import threading
 import types
 import zlib
@@ -263,12 +264,20 @@ def active(driver):
     for stand_in in originals:
         setattr(nvidia, stand_in, stand_ins[stand_in])
 
+    # A binary with line numbers names its source file, and two processes that share Triton's cache may have their own.
+    line_info = os.environ.get("TRITON_DISABLE_LINE_INFO")
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     config.set_active(driver)
 
     try:
         yield driver
     finally:
         setattr(config, name, before)
+
+        if line_info is None:
+            del os.environ["TRITON_DISABLE_LINE_INFO"]
+        else:
+            os.environ["TRITON_DISABLE_LINE_INFO"] = line_info
 
         for stand_in, original in originals.items():
             setattr(nvidia, stand_in, original)

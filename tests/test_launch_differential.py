@@ -25,7 +25,7 @@ hypothesis.settings.register_profile(
 PROFILE = hypothesis.settings.get_profile("launches")
 
 _dtypes = strategies.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-_counts = strategies.sampled_from([0, 1, 5, 16, 17])
+_counts = strategies.sampled_from([0, 1, 5, 16])
 
 
 @strategies.composite
@@ -103,7 +103,8 @@ def calls_of_spare(draw):
 @strategies.composite
 def calls_of_axpy(draw):
     count = draw(_counts)
-    x, y, o = (draw(matrices(None, count)) for _ in range(3))
+    dtypes = strategies.sampled_from([torch.bfloat16, torch.float32])
+    x, y, o = (draw(matrices(draw(dtypes), count)) for _ in range(3))
 
     return ("x", "y", "o", "a"), (x, y, o, draw(strategies.sampled_from([0.5, 2])))
 
@@ -138,42 +139,39 @@ def driver(request):
         yield driver
 
 
-@pytest.fixture(scope="module")
-def pairs(driver):
-    return {name: Pair(name, driver, max_plans=24) for name in KERNELS}
-
-
 @pytest.mark.parametrize("name", KERNELS)
-@hypothesis.settings(PROFILE, max_examples=60)
-@hypothesis.given(data=strategies.data())
-def test_random_calls_launch_what_the_twin_launches(pairs, name, data):
+def test_random_calls_launch_what_the_twin_launches(driver, name):
     """Same grid, stream, function, metadata and arguments, or the same error; and each call is counted once."""
 
-    pair = pairs[name]
-    before = sum(pair.counts)
-    drawn = data.draw(strategies.lists(KERNELS[name], min_size=2, max_size=4))
-    order = data.draw(
-        strategies.lists(strategies.integers(0, len(drawn) - 1), min_size=4, max_size=8)
-    )
+    pair = Pair(name, driver, max_plans=16)
+    calls = 0
 
-    for index in order:
-        names, values = drawn[index]
-        args, kwargs = spoken(data.draw(forms), names, values)
-        pair.call(*args, **kwargs)
+    @hypothesis.settings(PROFILE, max_examples=60)
+    @hypothesis.given(data=strategies.data())
+    def random_calls(data):
+        nonlocal calls
+        drawn = data.draw(strategies.lists(KERNELS[name], min_size=2, max_size=4))
+        order = data.draw(
+            strategies.lists(
+                strategies.integers(0, len(drawn) - 1), min_size=4, max_size=8
+            )
+        )
 
-    assert sum(pair.counts) == before + len(order)
-    assert pair.info.plans <= 24
+        for index in order:
+            names, values = drawn[index]
+            args, kwargs = spoken(data.draw(forms), names, values)
+            pair.call(*args, **kwargs)
+            calls += 1
 
+        assert sum(pair.counts) == calls
+        assert pair.info.plans <= 16
 
-def test_the_random_calls_met_plans_misses_and_evictions(pairs):
-    """The test above says nothing about a fast way that nobody took."""
+    random_calls()
 
-    for name, pair in pairs.items():
-        info = pair.info
-        assert info.hits > 100, name
-        assert info.misses > 10, name
-
-    assert sum(pair.info.evictions for pair in pairs.values()) > 10
+    # It would say nothing about a fast way that nobody took.
+    assert calls > 240
+    assert pair.info.hits > calls / 3
+    assert pair.info.misses > 10
 
 
 def test_without_tensor_guards_the_key_decides_alone(driver, monkeypatch):

@@ -497,6 +497,31 @@ def test_a_replaced_source_is_not_launched_from_an_old_plan(scale):
     assert scale.counts == (4, 2, 2)
 
 
+def test_a_source_that_was_put_back_finds_no_plan_of_before(driver):
+    """LP30: and room for few plans stays room for few."""
+
+    pair = Pair("scale", driver, max_plans=2)
+
+    if not hasattr(pair.planned._kernel, "_unsafe_update_src"):
+        pytest.skip("this Triton replaces a source by assigning to `src`")
+
+    x, o = rows(), rows()
+    source = pair.planned._kernel.src
+
+    for changed in (source, source.replace("* s", "+ s"), source, source):
+        for handle in (pair.twin, pair.planned):
+            handle._kernel._unsafe_update_src(changed)
+            stores(handle).clear()
+
+        for _ in range(2):
+            pair.call(x, 0.5, o)
+
+    for s in (1.5, 2.5, 3.5):
+        pair.call(x, s, o)
+
+    assert pair.info.plans == 2
+
+
 def test_cleared_kernels_are_compiled_again(scale):
     """LP30: whoever clears Triton's kernels expects the next call to compile."""
 
@@ -940,6 +965,27 @@ def test_positional_and_keyword_calls_meet_in_one_plan(scale):
     assert scale.call(o=o, s=0.5, x=x) == first
     assert scale.call(x, o=o, s=0.5) == first
     assert scale.counts == (2, 1, 0)
+
+
+def test_parameters_may_have_any_name(driver):
+    """LP41: a tensor called `key`, `type` or `next` is no local variable or builtin of ours."""
+
+    pair = Pair("names_of_ours", driver)
+
+    for offset in (0, 1):
+        for s in (0.5, 0.0, 2):
+            for _ in range(3):
+                pair.call(
+                    rows(offset=offset),
+                    s,
+                    rows(),
+                    next=s,
+                    len=s,
+                    jit=rows(),
+                    cache=rows(),
+                )
+
+    assert pair.counts == (12, 6, 0)
 
 
 @pytest.mark.parametrize("name", ["scale", "scale_t"])
