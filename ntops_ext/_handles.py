@@ -35,10 +35,13 @@ def _make(premake, num_warps, num_stages, keywords):
     import ninetoothed_patches
     from ninetoothed_patches import host_driver
 
-    with host_driver.stand_in():
-        handle = ninetoothed.make(
-            *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
-        )
+    try:
+        with host_driver.stand_in():
+            handle = ninetoothed.make(
+                *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
+            )
+    except OSError as error:
+        raise _unusable_folder(ninetoothed.generation.CACHE_DIR, error) from error
 
     return ninetoothed_patches.planned(handle)
 
@@ -55,12 +58,18 @@ def import_kernels():
     try:
         import ninetoothed  # noqa: F401
     except OSError as error:
-        raise RuntimeError(
-            f"NineToothed cannot make the folder {pathlib.Path.home() / '.ninetoothed'}"
-            f" that it keeps its generated kernels in ({error}). Set the environment"
-            f" variable HOME to a writable folder before the first kernel is used."
-        ) from error
+        folder = pathlib.Path.home() / ".ninetoothed"
+
+        raise _unusable_folder(folder, error) from error
 
     import ntops_ext.kernels
 
     return ntops_ext.kernels
+
+
+def _unusable_folder(folder, error):
+    return RuntimeError(
+        f"NineToothed cannot use the folder {folder} that it keeps its generated kernels"
+        f" in ({error}). Set the environment variable HOME to a writable folder before the"
+        f" first kernel is used."
+    )

@@ -37,7 +37,7 @@ def run_tests(folder, arguments):
 
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "src")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "src"), *sys.path[1:]]),
     }
 
     with tempfile.TemporaryDirectory() as reports:

@@ -150,6 +150,67 @@ def test_no_bias_keeps_the_sign_of_zero(device):
     ]
 
 
+def test_a_call_does_not_depend_on_the_one_before(device):
+    """Options that are equal and not the same leave no trace in what is remembered."""
+
+    weight = torch.full((17,), -0.0, device=device)
+    # Two layouts, each of which meets the two zeros in another order.
+    first, second = (
+        [
+            gated_rms_norm(
+                torch.ones(rows, 17, device=device), weight, weight_offset=zero
+            )
+            for zero in zeros
+        ]
+        for rows, zeros in ((1, (0.0, -0.0)), (2, (-0.0, 0.0)))
+    )
+
+    assert_equal_bits(first[0], second[1][:1])
+    assert_equal_bits(first[1], second[0][:1])
+
+
+def test_one_layout_with_different_options(device):
+    """Everything that decides the result is part of what a call is recognised by."""
+
+    call = make_call(4, 64, dtype=torch.float16, bias=True, device=device)
+
+    for _ in range(2):
+        for options in (
+            {},
+            {"eps": 1},
+            {"eps": 1.5},
+            {"group_size": 16},
+            {"group_size": 64},
+            {"norm_before_gate": False},
+            {"activation": "sigmoid"},
+            {"weight_offset": 1.0},
+            {"weight_offset": 2},
+        ):
+            one = call.with_options(**options)
+            one.check(one.run())
+
+        for name in ("weight", "gate", "bias"):
+            tensors = {key: one for key, one in call.tensors.items() if key != name}
+            one = type(call)(tensors, call.options)
+            one.check(one.run())
+
+
+def test_one_layout_with_different_memory(device):
+    """Overlap is a matter of addresses, not of layouts."""
+
+    buffer = torch.zeros(3, 4, 64, device=device)
+    call = make_call(4, 64, device=device)
+
+    for out in (buffer[0], buffer[1]):
+        call.check(call.run(out=out))
+
+    for gate, out in ((buffer[2], buffer[2]), (buffer[1], buffer[1])):
+        with pytest.raises(ValueError, match="`out`.*`gate`"):
+            call.run(gate=gate, out=out)
+
+    call.with_tensors(gate=buffer[0]).run(out=buffer[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_activations(device, norm_before_gate, dtype):

@@ -9,7 +9,16 @@ from comparison import assert_equal_bits
 from gated_rms_norm_calls import DTYPES, lay_out, make_call
 
 from ntops_ext import configs
-from ntops_ext.torch import _rows
+from ntops_ext.torch import _gated_rms_norm, _rows
+
+
+@pytest.fixture
+def choose_anew():
+    """A function that forgets what was chosen for layouts, as a test changes choices."""
+
+    forget = _gated_rms_norm._layouts_of_calls.clear
+    yield forget
+    forget()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -39,7 +48,9 @@ def test_a_row_does_not_depend_on_its_company(device, num_rows, mode, dtype):
 )
 @pytest.mark.parametrize("mode", ["plain", "gate_first-silu"])
 @pytest.mark.parametrize("width", [24, 128, 300])
-def test_launch_choices_change_no_bit(device, width, mode, choices, monkeypatch):
+def test_launch_choices_change_no_bit(
+    device, width, mode, choices, monkeypatch, choose_anew
+):
     """Case N1: neither the rows of a program nor when it reads what reaches the bits."""
 
     call = make_call(
@@ -49,14 +60,17 @@ def test_launch_choices_change_no_bit(device, width, mode, choices, monkeypatch)
     monkeypatch.setattr(
         configs,
         "gated_rms_norm_config",
-        lambda group_size, num_groups: configs.GatedRMSNormConfig(**choices),
+        lambda *sizes: configs.GatedRMSNormConfig(**choices),
     )
+    choose_anew()
 
     assert_equal_bits(call.run(), expected)
 
 
 @pytest.mark.parametrize("group_size", [1025, 1280, 3000, 16384])
-def test_the_number_of_groups_changes_no_bit(device, group_size, monkeypatch):
+def test_the_number_of_groups_changes_no_bit(
+    device, group_size, monkeypatch, choose_anew
+):
     """Case N1: calls of few and of many groups are launched differently."""
 
     call = make_call(2, group_size, dtype=torch.float32, bias=True, device=device)
@@ -64,6 +78,7 @@ def test_the_number_of_groups_changes_no_bit(device, group_size, monkeypatch):
 
     for few_groups in (0, 1024):
         monkeypatch.setattr(configs, "_FEW_GROUPS", few_groups)
+        choose_anew()
         results.append(call.run())
 
     assert_equal_bits(*results)
@@ -137,7 +152,7 @@ def test_an_out_whose_row_is_past_2_to_the_31(device, huge):
     assert (view == 7).all()
 
 
-def test_parts_of_a_call_give_the_bits_of_the_whole(device, monkeypatch):
+def test_parts_of_a_call_give_the_bits_of_the_whole(device, monkeypatch, choose_anew):
     """How a call is split to keep offsets small cannot be seen in its result."""
 
     call = make_call(7, 5, 32, dtype=torch.float16, bias=True, device=device)
@@ -145,5 +160,6 @@ def test_parts_of_a_call_give_the_bits_of_the_whole(device, monkeypatch):
     call = call.with_tensors(gate=gate)
     expected = call.run()
     monkeypatch.setattr(_rows.split_rows, "__defaults__", (600,))
+    choose_anew()
 
     assert_equal_bits(call.run(), expected)

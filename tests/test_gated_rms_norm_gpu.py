@@ -396,7 +396,7 @@ def test_bits_do_not_depend_on_contraction(device):
             [sys.executable, "-c", code],
             env={
                 **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "tests", *sys.path])),
                 "TRITON_DEFAULT_FP_FUSION": fusion,
             },
             check=True,

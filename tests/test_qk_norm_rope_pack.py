@@ -11,7 +11,7 @@ from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
 
 from ntops_ext import reference
 from ntops_ext.torch import (
-    _heads,
+    _layouts,
     _qk_norm_rope_pack,
     qk_norm_rope,
     qk_norm_rope_pack_,
@@ -570,7 +570,7 @@ def test_a_warm_out_is_checked_for_its_address():
 def test_what_is_remembered_is_bounded(monkeypatch):
     """Many layouts and many addresses are all checked, and not all kept."""
 
-    monkeypatch.setattr(_heads, "_MAX_REMEMBERED", 4)
+    monkeypatch.setattr(_layouts, "_MAX_REMEMBERED", 4)
     _qk_norm_rope_pack.layouts.clear()
 
     for tokens in range(1, 12):

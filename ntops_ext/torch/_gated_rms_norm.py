@@ -1,5 +1,6 @@
 """The parts of `ntops_ext.torch.gated_rms_norm`: its checks, its result, its launch."""
 
+import dataclasses
 import math
 import numbers
 
@@ -7,10 +8,29 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _launch, _rows
+from ntops_ext.torch import _checks, _launch, _layouts, _rows
+
+_NAMES = ("input", "weight", "gate", "bias", "out")
 
 
-def check(
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """What is known of all calls with these layouts and options."""
+
+    group_size: int
+    eps: float
+    weight_offset: float
+    # Which tensors have rows with offsets that no kernel can compute.
+    unaddressable: tuple
+    # Of each launch, the views of input, out and gate; none if there is nothing to compute.
+    parts: list
+    # The addresses with which `out` was checked for overlap.
+    addresses: dict = dataclasses.field(default_factory=dict)
+    # The handle of each launch, once it was made.
+    handles: list = dataclasses.field(default_factory=list)
+
+
+def compute(
     input,
     weight,
     gate,
@@ -22,9 +42,106 @@ def check(
     weight_offset,
     out,
 ):
-    """Raise the documented error for the first argument that is wrong."""
+    """What `ntops_ext.torch.gated_rms_norm` returns."""
 
-    _checks.check_tensor("input", input)
+    arguments = (input, weight, gate, bias, out)
+    tensors = [tensor for tensor in arguments if tensor is not None]
+    options = (eps, group_size, norm_before_gate, activation, weight_offset)
+    # Types, because 1 equals True and 1.0.
+    mode = (*options, *map(type, options), *[tensor is None for tensor in arguments])
+    layout = _layouts_of_calls.get(mode, tensors, arguments, *options)
+
+    if any(map(torch.Tensor.is_neg, tensors)):
+        for name, tensor in zip(_NAMES, arguments, strict=True):
+            if tensor is not None:
+                _checks.check_tensor(name, tensor)
+
+    is_differentiated = _layouts.requires_grad(tensors)
+
+    if out is not None:
+        if is_differentiated:
+            raise ValueError(
+                "`out` must be None where gradients are recorded: what is written into it"
+                " has none. Use torch.no_grad(), or leave `out` out."
+            )
+
+        addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+
+        if addresses not in layout.addresses:
+            _check_overlap(input, weight, gate, bias, out)
+            _layouts.remember(layout.addresses, addresses, True)
+
+    if not _launch.runs_kernel(input):
+        result = reference.gated_rms_norm(
+            input,
+            weight,
+            gate,
+            bias=bias,
+            eps=layout.eps,
+            group_size=layout.group_size,
+            norm_before_gate=norm_before_gate,
+            activation=activation,
+            weight_offset=layout.weight_offset,
+        )
+
+        return result.contiguous() if out is None else out.copy_(result)
+
+    if is_differentiated:
+        raise NotImplementedError(
+            "gated_rms_norm has no gradients on a GPU yet. Call it under torch.no_grad(),"
+            " or detach the arguments that require grad."
+        )
+
+    if layout.unaddressable:
+        copied = {name: None for name in _NAMES} | {
+            name: tensor.contiguous() if name in layout.unaddressable else tensor
+            for name, tensor in zip(_NAMES, arguments, strict=True)
+            if tensor is not None
+        }
+
+        return compute(
+            copied["input"],
+            copied["weight"],
+            copied["gate"],
+            copied["bias"],
+            eps,
+            group_size,
+            norm_before_gate,
+            activation,
+            weight_offset,
+            out,
+        )
+
+    result = out
+
+    if out is None:
+        result = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+    if layout.parts and not result.is_meta:
+        _run_kernel(
+            layout, input, weight, gate, bias, norm_before_gate, activation, result
+        )
+
+        if out is not None:
+            _layouts.mark_as_written(out)
+
+    return result
+
+
+def _check_layout(
+    input,
+    weight,
+    gate,
+    bias,
+    out,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+):
+    """Check what layouts and options decide, and work out the launches."""
+
     _checks.check_dtype("input", input, _checks.FLOATING_DTYPES)
 
     if input.ndim == 0:
@@ -72,11 +189,43 @@ def check(
         )
 
     if out is not None:
-        _check_out(out, input, {"gate": gate, "weight": weight, "bias": bias})
+        _check_out(out, input)
+
+    group_size = num_columns if group_size is None else int(group_size)
+    unaddressable = tuple(
+        name
+        for name, tensor in zip(_NAMES[:4], (input, weight, gate, bias), strict=True)
+        if tensor is not None and not _rows.fits(tensor)
+    )
+    parts = []
+
+    if input.numel() > 0 and not unaddressable:
+        written = torch.empty(input.shape, device="meta") if out is None else out
+        rows = [input, written] if gate is None else [input, written, gate]
+        parts = [
+            [
+                _rows.View.of(part, tensor)
+                for part, tensor in zip(parts_of_rows, rows, strict=True)
+            ]
+            for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
+        ]
+
+    return _Layout(
+        group_size=group_size,
+        eps=float(eps),
+        # -0.0 becomes 0.0: the two are equal, and a layout is remembered for both.
+        weight_offset=float(weight_offset) + 0.0,
+        unaddressable=unaddressable,
+        parts=parts,
+    )
+
+
+_layouts_of_calls = _layouts.Layouts(
+    _NAMES, ("weight", "gate", "bias", "out"), _check_layout
+)
 
 
 def _check_operand(name, tensor, input):
-    _checks.check_tensor(name, tensor)
     _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
     _checks.check_device(name, tensor, "input", input)
 
@@ -111,167 +260,79 @@ def _check_number(name, value):
         raise ValueError(f"`{name}` must be finite, but is {value}.")
 
 
-def _check_out(out, input, others):
-    _checks.check_tensor("out", out)
+def _check_out(out, input):
     _checks.check_dtype("out", out, (input.dtype,))
     _checks.check_device("out", out, "input", input)
     _checks.check_shape("out", out, input.shape, "the shape of `input`")
     _checks.check_no_self_overlap("out", out)
 
+    if not _rows.fits(out):
+        raise ValueError(
+            f"`out` must have rows that span at most {_rows.MAX_OFFSET} elements of"
+            f" memory, but has shape {tuple(out.shape)} and strides {out.stride()}."
+        )
+
+
+def _check_overlap(input, weight, gate, bias, out):
     if not _checks.is_same_view(out, input) and _checks.overlap(out, input):
         raise ValueError(
             "`out` shares memory with `input`, element by other element. It may be"
             " `input` itself, or must not overlap it."
         )
 
-    for name, tensor in others.items():
+    for name, tensor in (("gate", gate), ("weight", weight), ("bias", bias)):
         if tensor is not None and _checks.overlap(out, tensor):
             raise ValueError(f"`out` must not share memory with `{name}`.")
 
 
-def compute(
-    input,
-    weight,
-    gate,
-    bias,
-    eps,
-    group_size,
-    norm_before_gate,
-    activation,
-    weight_offset,
-    out,
-):
-    """What `ntops_ext.torch.gated_rms_norm` returns."""
-
-    check(
-        input,
-        weight,
-        gate,
-        bias,
-        eps,
-        group_size,
-        norm_before_gate,
-        activation,
-        weight_offset,
-        out,
-    )
-    is_differentiated = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (input, weight, gate, bias, out)
-    )
-
-    if is_differentiated and out is not None:
-        raise ValueError(
-            "`out` must be None where gradients are recorded: what is written into it has"
-            " none. Use torch.no_grad(), or leave `out` out."
-        )
-
-    if not _launch.runs_kernel(input):
-        result = reference.gated_rms_norm(
-            input,
-            weight,
-            gate,
-            bias=bias,
-            eps=float(eps),
-            group_size=group_size,
-            norm_before_gate=norm_before_gate,
-            activation=activation,
-            weight_offset=float(weight_offset),
-        )
-
-        return result.contiguous() if out is None else out.copy_(result)
-
-    if is_differentiated:
-        raise NotImplementedError(
-            "gated_rms_norm has no gradients on a GPU yet. Call it under torch.no_grad(),"
-            " or detach the arguments that require grad."
-        )
-
-    if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    elif not _rows.fits(out):
-        raise ValueError(
-            f"`out` must have rows that span at most {_rows.MAX_OFFSET} elements of"
-            f" memory, but has shape {tuple(out.shape)} and strides {out.stride()}."
-        )
-
-    if out.numel() > 0 and out.device.type != "meta":
-        _run_kernel(
-            input,
-            weight,
-            gate,
-            bias,
-            eps,
-            input.shape[-1] if group_size is None else int(group_size),
-            norm_before_gate,
-            activation,
-            weight_offset,
-            out,
-        )
-
-    return out
-
-
-def _run_kernel(
-    input,
-    weight,
-    gate,
-    bias,
-    eps,
-    group_size,
-    norm_before_gate,
-    activation,
-    weight_offset,
-    out,
-):
+def _run_kernel(layout, input, weight, gate, bias, norm_before_gate, activation, out):
     kernel = import_kernels().gated_rms_norm
+
+    if not layout.handles:
+        # At once: another thread may be here, too.
+        layout.handles[:] = [
+            _make_handle(kernel, layout.group_size, views[0], weight, gate, bias)
+            for views in layout.parts
+        ]
 
     if gate is None:
         activation_code = kernel.NO_GATE
     else:
         activation_code = kernel.SIGMOID if activation == "sigmoid" else kernel.SILU
 
-    # An absent tensor is a number for the kernel (see `premake`).
-    scalars = (
-        1.0 / group_size,
-        float(eps),
-        float(weight_offset),
-        activation_code,
-        int(norm_before_gate),
-    )
-    input, weight, gate, bias = map(_addressable, (input, weight, gate, bias))
-    tensors = [input, out] if gate is None else [input, out, gate]
-
-    for part in _rows.split_rows(_rows.merge_rows(tensors)):
-        input_part, out_part, *gate_parts = part
-        config = configs.gated_rms_norm_config(
-            group_size, input_part.numel() // group_size
-        )
-        handle = make_handle(
-            kernel.premake,
-            num_warps=config.num_warps,
-            num_columns=input.shape[-1],
-            group_size=group_size,
-            row_tile=configs.row_tile(config.rows_per_program, input_part.shape[:-1]),
-            columns_per_piece=config.columns_per_piece,
-            parameters_first=config.parameters_first,
-            gate=gate is not None,
-            weight=weight is not None,
-            bias=bias is not None,
-        )
+    for handle, views in zip(layout.handles, layout.parts, strict=True):
+        # An absent tensor is a number for the kernel (see `premake`).
         _launch.launch(
             handle,
             input.device,
-            input_part,
-            gate_parts[0] if gate_parts else 0.0,
+            views[0].apply(input),
+            0.0 if gate is None else views[2].apply(gate),
             1.0 if weight is None else weight,
             -0.0 if bias is None else bias,
-            out_part,
-            *scalars,
+            views[1].apply(out),
+            1.0 / layout.group_size,
+            layout.eps,
+            layout.weight_offset,
+            activation_code,
+            int(norm_before_gate),
         )
 
 
-def _addressable(tensor):
-    """`tensor`, or a copy of it where one row has offsets that no kernel can compute."""
+def _make_handle(kernel, group_size, view, weight, gate, bias):
+    *row_sizes, num_columns = view.shape
+    config = configs.gated_rms_norm_config(
+        group_size, math.prod(view.shape) // group_size, len(row_sizes)
+    )
 
-    return tensor if tensor is None or _rows.fits(tensor) else tensor.contiguous()
+    return make_handle(
+        kernel.premake,
+        num_warps=config.num_warps,
+        num_columns=num_columns,
+        group_size=group_size,
+        row_tile=configs.row_tile(config.rows_per_program, row_sizes),
+        columns_per_piece=config.columns_per_piece,
+        parameters_first=config.parameters_first,
+        gate=gate is not None,
+        weight=weight is not None,
+        bias=bias is not None,
+    )

@@ -2,85 +2,11 @@
 
 import math
 import numbers
-import operator
 
 import torch
 
 from ntops_ext.torch import _checks
 from ntops_ext.torch._chunks import Rows
-
-# A program that meets more layouts, or more addresses of one layout, forgets all of them
-# and checks anew. Addresses recur where an allocator caches.
-_MAX_REMEMBERED = 4096
-
-_OPTIONAL = frozenset({"k_src", "out", "v_src"})
-
-# In C, because every call pays for it.
-_describe = operator.attrgetter("shape", "dtype", "device", "layout")
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-class Layouts:
-    """What was found out about layouts, so that a call pays for a look-up.
-
-    :param names: What the operator's arguments are called.
-    :param check: Takes the arguments of a call whose layout is new. It raises what is wrong
-        with it, or returns what is to be kept.
-    """
-
-    def __init__(self, names, check):
-        self._names = names
-        self._check = check
-        self._kept = {}
-
-    def get(self, mode, tensors, arguments):
-        """What is kept about the layout of a call.
-
-        :param mode: Tells apart calls of different arguments.
-        :param tensors: The arguments that are present.
-        :param arguments: All of them.
-        :raises TypeError: If an argument is not a dense tensor.
-        """
-
-        try:
-            key = (
-                mode,
-                *map(_describe, tensors),
-                *map(torch.Tensor.stride, tensors),
-            )
-        except (AttributeError, TypeError, RuntimeError):
-            # What has no shape is no tensor, what has no strides is no dense one: the error
-            # to raise is the one that names the argument.
-            self._check_kinds(arguments)
-
-            raise
-
-        kept = self._kept.get(key)
-
-        if kept is None:
-            self._check_kinds(arguments)
-            kept = self._check(*arguments)
-
-            remember(self._kept, key, kept)
-
-        return kept
-
-    def _check_kinds(self, arguments):
-        for name, argument in zip(self._names, arguments, strict=True):
-            if argument is not None or name not in _OPTIONAL:
-                _checks.check_tensor(name, argument)
-
-    def clear(self):
-        self._kept.clear()
-
-
-def remember(found, key, value):
-    """Put a pair into a dict that is bounded."""
-
-    if len(found) >= _MAX_REMEMBERED:
-        found.clear()
-
-    found[key] = value
 
 
 def check_heads(name, tensor, like_name=None, like=None):
@@ -220,12 +146,6 @@ def check_not_lazy(names, arguments):
             )
 
 
-def requires_grad(tensors):
-    """Whether autograd would have to record what is made of these tensors."""
-
-    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
-
-
 def rows_of(tensor):
     """The rows of one tensor of heads, for `plan_chunks`."""
 
@@ -259,16 +179,3 @@ def real_view(rope):
         return torch.view_as_real(rope).squeeze(1)
 
     return rope.view(torch.float32)
-
-
-def mark_as_written(*tensors):
-    """Tell autograd, which sees no kernel of ours, that tensors were written.
-
-    A value that it has saved for a backward pass is then reported, not used. Inference
-    tensors count no versions.
-    """
-
-    if any(map(torch.Tensor.is_inference, tensors)):
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-
-    torch.autograd.graph.increment_version(tensors)

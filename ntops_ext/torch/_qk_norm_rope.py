@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads
+from ntops_ext.torch import _checks, _heads, _layouts
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
 from ntops_ext.torch._launch import launch, runs_kernel
@@ -39,7 +39,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
     if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
         _heads.check_not_lazy(_NAMES, arguments)
 
-    if _heads.requires_grad(tensors):
+    if _layouts.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with"
             " detached tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
@@ -50,7 +50,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
 
         if addresses not in layout.addresses:
             _check_aliases(*arguments)
-            _heads.remember(layout.addresses, addresses, True)
+            _layouts.remember(layout.addresses, addresses, True)
 
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)
@@ -70,7 +70,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
         _run(layout.handles[0], layout.chunks, input, output, weight, rope, eps)
 
         if out is not None:
-            _heads.mark_as_written(out)
+            _layouts.mark_as_written(out)
 
     return output
 
@@ -100,7 +100,7 @@ def _check_layout(input, weight, rope, out):
     )
 
 
-layouts = _heads.Layouts(_NAMES, _check_layout)
+layouts = _layouts.Layouts(_NAMES, ("out",), _check_layout)
 
 
 def _check_aliases(input, weight, rope, out):

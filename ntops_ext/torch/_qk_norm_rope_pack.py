@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads
+from ntops_ext.torch import _checks, _heads, _layouts
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._launch import launch, runs_kernel
 from ntops_ext.torch._qk_norm_rope import eager_roundings
@@ -72,7 +72,7 @@ def qk_norm_rope_pack_(
     if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
         _heads.check_not_lazy(_NAMES, arguments)
 
-    if _heads.requires_grad(tensors):
+    if _layouts.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
             " `torch.no_grad()` or with detached tensors, or use the out-of-place"
@@ -84,7 +84,7 @@ def qk_norm_rope_pack_(
 
     if prefixes_are_kept is None:
         prefixes_are_kept = _check_aliases(layout, arguments)
-        _heads.remember(layout.verdicts, addresses, prefixes_are_kept)
+        _layouts.remember(layout.verdicts, addresses, prefixes_are_kept)
 
     if not runs_kernel(q):
         return reference.qk_norm_rope_pack_(*arguments, eps=eps)
@@ -112,9 +112,9 @@ def qk_norm_rope_pack_(
         _run(layout, arguments, eps)
 
         if layout.prefix or v_src is not None:
-            _heads.mark_as_written(q, k_out, v_out)
+            _layouts.mark_as_written(q, k_out, v_out)
         else:
-            _heads.mark_as_written(q, k_out)
+            _layouts.mark_as_written(q, k_out)
 
     return q, k_out, v_out
 
@@ -166,7 +166,7 @@ def _check_layout(
     )
 
 
-layouts = _heads.Layouts(_NAMES, _check_layout)
+layouts = _layouts.Layouts(_NAMES, ("k_src", "v_src"), _check_layout)
 
 
 def _check_shapes(q, k_out, v_out, k_prefix, v_prefix, k_src=None, v_src=None):

@@ -1,5 +1,7 @@
 """Tensors of rows, as the fewest dimensions that address them, in 32-bit offsets."""
 
+import dataclasses
+
 # Kernels compute offsets, in elements, in 32 bits.
 MAX_OFFSET = 2**31 - 1
 
@@ -92,3 +94,40 @@ def _last_offset(tensor):
         (size - 1) * stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How a tensor of some layout is seen as rows.
+
+    :param offset: Of the first element, from the tensor's own, in elements.
+    :param is_whole: Whether the view is the tensor as it is.
+    """
+
+    shape: tuple
+    strides: tuple
+    offset: int
+    is_whole: bool
+
+    @classmethod
+    def of(cls, view, tensor):
+        """The view that `view` is of `tensor`."""
+
+        offset = view.storage_offset() - tensor.storage_offset()
+        is_whole = (
+            offset == 0
+            and view.shape == tensor.shape
+            and view.stride() == tensor.stride()
+        )
+
+        return cls(tuple(view.shape), view.stride(), offset, is_whole)
+
+    def apply(self, tensor):
+        """The rows of another tensor of the same layout."""
+
+        if self.is_whole:
+            return tensor
+
+        return tensor.as_strided(
+            self.shape, self.strides, tensor.storage_offset() + self.offset
+        )

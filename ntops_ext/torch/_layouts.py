@@ -1,0 +1,100 @@
+"""What operators keep from call to call, so that a call pays for a look-up."""
+
+import operator
+
+import torch
+
+from ntops_ext.torch import _checks
+
+# A program that meets more layouts, or more addresses of one layout, forgets all of them
+# and checks anew. Addresses recur where an allocator caches.
+_MAX_REMEMBERED = 4096
+
+# In C, because every call pays for it.
+_describe = operator.attrgetter("shape", "dtype", "device", "layout")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Layouts:
+    """What was found out about layouts, so that a call pays for a look-up.
+
+    :param names: What the operator's tensors are called.
+    :param optional: Which of them may be absent.
+    :param check: Takes the tensors of a call whose layout is new, and its options. It raises
+        what is wrong with it, or returns what is to be kept.
+    """
+
+    def __init__(self, names, optional, check):
+        self._names = names
+        self._optional = frozenset(optional)
+        self._check = check
+        self._kept = {}
+
+    def get(self, mode, tensors, arguments, *options):
+        """What is kept about the layout of a call.
+
+        :param mode: Tells apart calls of which different tensors are present, or the options
+            of which differ.
+        :param tensors: The tensors that are present.
+        :param arguments: All of them, with None for those that are not.
+        :param options: What else `check` takes.
+        :raises TypeError: If an argument is not a dense tensor.
+        """
+
+        try:
+            key = (
+                mode,
+                *map(_describe, tensors),
+                *map(torch.Tensor.stride, tensors),
+            )
+            kept = self._kept.get(key)
+        except (AttributeError, TypeError, RuntimeError):
+            # What has no shape is no tensor, what has no strides is no dense one, and what
+            # has no hash is no option: the error to raise is the one that names it.
+            self._check_kinds(arguments)
+            self._check(*arguments, *options)
+
+            raise
+
+        if kept is None:
+            self._check_kinds(arguments)
+            kept = self._check(*arguments, *options)
+            remember(self._kept, key, kept)
+
+        return kept
+
+    def _check_kinds(self, arguments):
+        for name, argument in zip(self._names, arguments, strict=True):
+            if argument is not None or name not in self._optional:
+                _checks.check_tensor(name, argument)
+
+    def clear(self):
+        self._kept.clear()
+
+
+def remember(found, key, value):
+    """Put a pair into a dict that is bounded."""
+
+    if len(found) >= _MAX_REMEMBERED:
+        found.clear()
+
+    found[key] = value
+
+
+def requires_grad(tensors):
+    """Whether autograd would have to record what is made of these tensors."""
+
+    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+
+
+def mark_as_written(*tensors):
+    """Tell autograd, which sees no kernel of ours, that tensors were written.
+
+    A value that it has saved for a backward pass is then reported, not used. Inference
+    tensors count no versions.
+    """
+
+    if any(map(torch.Tensor.is_inference, tensors)):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+
+    torch.autograd.graph.increment_version(tensors)
