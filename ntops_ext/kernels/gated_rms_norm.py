@@ -73,10 +73,10 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece):
 
 def _one_plus_exp(exponent):
     # 1 + `exp` in float32, the latter to one unit in the last place: 2 to the nearest whole
-    # power, times a polynomial (Taylor's) of the rest. Triton's own rounds
-    # `exponent * log2(e)`, which costs up to `exponent` units.
-    bounded = ntl.where(exponent > 90.0, 90.0, exponent)
-    bounded = ntl.where(bounded < -110.0, -110.0, bounded)
+    # power, made from its bits, times a polynomial (Taylor's) of the rest. Triton's own
+    # rounds `exponent * log2(e)`, which costs up to `exponent` units.
+    bounded = ntl.where(exponent > 89.0, 89.0, exponent)
+    bounded = ntl.where(bounded < -87.0, -87.0, bounded)
     power = ntl.floor(ntl.fma(bounded, 1.4426950408889634, 0.5))
     # ln(2) in two parts; the products with the first are exact.
     rest = ntl.fma(power, -0.693145751953125, bounded)
@@ -88,24 +88,40 @@ def _one_plus_exp(exponent):
     series = ntl.fma(series, rest, 0.5)
     series = ntl.fma(series, rest, 1.0)
     series = ntl.fma(series, rest, 1.0)
+    # The power is -125 to 128, and 2 ** 128 is infinite.
+    bits = (ntl.cast(power, ntl.int32) + 127) << 23
+    power_of_two = ntl.cast(bits, ntl.float32, bitcast=True)
 
-    return ntl.fma(series, ntl.exp2(power), 1.0)
+    return ntl.fma(series, power_of_two, 1.0)
 
 
-def _activate(gate_value, activation, is_float32):
-    # silu(z) = z / (1 + exp(-z)), sigmoid(z) = 1 / (1 + exp(-z)).
-    numerator = gate_value
-
-    if activation == 2:
-        numerator = ntl.full(gate_value.shape, 1.0, ntl.float32)
-
+def _gating(gate_value, activation, is_float32):
+    # What `_apply_gating` takes: silu(z) = z / (1 + exp(-z)) as a factor; of sigmoid(z) =
+    # 1 / (1 + exp(-z)) the divisor, which saves a rounding.
     if is_float32:
-        denominator = _one_plus_exp(-gate_value)
-        activated = ntl.div_rn(numerator, denominator)
-    else:
-        activated = numerator / (1.0 + ntl.exp(-gate_value))
+        gating = _one_plus_exp(-gate_value)
 
-    return activated
+        if activation == 1:
+            gating = ntl.div_rn(gate_value, gating)
+    else:
+        gating = 1.0 + ntl.exp(-gate_value)
+
+        if activation == 1:
+            gating = gate_value / gating
+
+    return gating
+
+
+def _apply_gating(ungated, factor_or_divisor, activation, is_float32):
+    if activation == 1:
+        gated = ungated * factor_or_divisor
+    else:
+        if is_float32:
+            gated = ntl.div_rn(ungated, factor_or_divisor)
+        else:
+            gated = ungated / factor_or_divisor
+
+    return gated
 
 
 def _inverse_root(mean_square, is_float32):
@@ -197,10 +213,12 @@ def _normalize_held(
 
     if activation != 0:
         held_gate = ntl.cast(gate, ntl.float32)
-        held_factor = _activate(held_gate, activation, output.dtype == ntl.float32)
+        held_gating = _gating(held_gate, activation, output.dtype == ntl.float32)
 
         if norm_before_gate == 0:
-            held = held * held_factor
+            held = _apply_gating(
+                held, held_gating, activation, output.dtype == ntl.float32
+            )
 
     held_total = _sum_of_columns(ntl.fma(held, held, 0.0))
     held_mean = ntl.fma(held_total, inverse_group_size, eps)
@@ -217,7 +235,9 @@ def _normalize_held(
 
     if activation != 0:
         if norm_before_gate != 0:
-            held_result = held_result * held_factor
+            held_result = _apply_gating(
+                held_result, held_gating, activation, output.dtype == ntl.float32
+            )
 
     return held_result
 
@@ -304,10 +324,12 @@ def gated_rms_norm_by_pieces_application(
         if activation != 0:
             if norm_before_gate == 0:
                 term_gate = ntl.cast(gate[first_pass], ntl.float32)
-                term_factor = _activate(
+                term_gating = _gating(
                     term_gate, activation, output.dtype.dtype == ntl.float32
                 )
-                term = term * term_factor
+                term = _apply_gating(
+                    term, term_gating, activation, output.dtype.dtype == ntl.float32
+                )
 
         terms = ntl.fma(term, term, terms)
 
@@ -320,12 +342,14 @@ def gated_rms_norm_by_pieces_application(
 
         if activation != 0:
             gate_loaded = ntl.cast(gate[piece], ntl.float32)
-            factor = _activate(
+            piece_gating = _gating(
                 gate_loaded, activation, output.dtype.dtype == ntl.float32
             )
 
             if norm_before_gate == 0:
-                value = value * factor
+                value = _apply_gating(
+                    value, piece_gating, activation, output.dtype.dtype == ntl.float32
+                )
 
         scaled_weight = weight_offset + ntl.cast(weight[piece], ntl.float32)
         result = ntl.fma(
@@ -334,7 +358,9 @@ def gated_rms_norm_by_pieces_application(
 
         if activation != 0:
             if norm_before_gate != 0:
-                result = result * factor
+                result = _apply_gating(
+                    result, piece_gating, activation, output.dtype.dtype == ntl.float32
+                )
 
         output[piece] = result
 
