@@ -113,3 +113,23 @@ def test_tensors_without_memory_share_none():
     tensor = torch.empty(4, 4, device="meta")
 
     assert not _checks.overlap(tensor, tensor)
+
+
+def test_an_overlap_too_hard_to_tell_is_refused():
+    """A search that is exponential at worst ends in an error, not in minutes of waiting."""
+
+    tokens, width = 65536, 128
+    storage = torch.empty(25166288 + 384 * tokens + 1000, dtype=torch.float16)
+    first = storage.as_strided((2, tokens, 1, width), (22020552, 336, width, 1))
+    second = storage.as_strided((2, tokens, 1, width), (25166288, 384, width, 1), 159)
+
+    with pytest.raises(ValueError, match="too long to tell apart.*Pass a copy"):
+        _checks.overlap(first, second)
+
+
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf")])
+def test_a_number_must_be_finite_as_a_float(value):
+    """Integers beyond every float are refused like infinity."""
+
+    with pytest.raises(ValueError, match="`eps` must be finite"):
+        _checks.check_number("eps", value)

@@ -669,3 +669,31 @@ def test_examples_of_the_page():
 
     assert scope["q"].shape == (1, 16, 4, 128)
     assert not scope["rounding"].is_reproduced
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_an_inference_tensor_is_refused_before_anything_is_written(position):
+    """PyTorch would refuse the one, and have written the others."""
+
+    written = [torch.ones(1, 1, 1, 2) for _ in range(3)]
+
+    with torch.inference_mode():
+        written[position] = written[position].clone()
+
+    weight, rope = torch.ones(2), torch.full((1, 1), 1j)
+    prefix = torch.zeros(1, 0, 1, 2)
+
+    with pytest.raises(ValueError, match="inference tensor"):
+        qk_norm_rope_pack_(*written, weight, weight, rope, prefix, prefix)
+
+    for tensor in written:
+        assert torch.equal(tensor, torch.ones(1, 1, 1, 2))
+
+
+def test_an_eps_beyond_every_float_is_refused():
+    """It is not finite as a float."""
+
+    heads, rope = torch.ones(1, 1, 1, 2), torch.full((1, 1), 1j)
+
+    with pytest.raises(ValueError, match="`eps`"):
+        qk_norm_rope(heads, torch.ones(2), rope, eps=10**400)

@@ -1,7 +1,13 @@
 """Checks of arguments. Each raises an error that names the argument, or says nothing."""
 
+import math
+import numbers
+
 import numpy as np
 import torch
+
+# Steps of a search that is exponential at worst; this many take some 10 ms.
+_MAX_OVERLAP_WORK = 10**5
 
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -61,6 +67,22 @@ def check_shape(name, tensor, expected, meaning):
         )
 
 
+def check_number(name, value):
+    """:raises TypeError, ValueError: If it is not a number that is finite as a float."""
+
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
+
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        # An int or a fraction that no float holds; the int's digits may be too many, too.
+        raise ValueError(f"`{name}` must be finite as a float, but is not.") from None
+
+    if not is_finite:
+        raise ValueError(f"`{name}` must be finite, but is {value}.")
+
+
 def check_no_self_overlap(name, tensor):
     """:raises ValueError: If two elements of `tensor` may share memory.
 
@@ -92,6 +114,9 @@ def overlap(first, second):
     """Whether two tensors have a byte of memory in common. Exact, not by extents.
 
     Tensors on the meta device have no memory.
+
+    :raises ValueError: If it cannot be told in reasonable time: that takes strides that
+        are nearly, but not, multiples of one another.
     """
 
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
@@ -106,7 +131,17 @@ def overlap(first, second):
     if first_end <= second_start or second_end <= first_start:
         return False
 
-    return np.shares_memory(_addresses(first), _addresses(second))
+    try:
+        return np.shares_memory(
+            _addresses(first), _addresses(second), max_work=_MAX_OVERLAP_WORK
+        )
+    except np.exceptions.TooHardError:
+        raise ValueError(
+            f"two tensors interleave in memory in a way that takes too long to tell apart:"
+            f" shape {tuple(first.shape)} with strides {first.stride()}, which is written,"
+            f" and shape {tuple(second.shape)} with strides {second.stride()}. Pass a copy"
+            f" of one of them."
+        ) from None
 
 
 def is_same_view(first, second):

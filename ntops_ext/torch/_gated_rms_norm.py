@@ -163,12 +163,12 @@ def _check_layout(
             )
 
     _check_group_size(group_size, num_columns)
-    _check_number("eps", eps)
+    _checks.check_number("eps", eps)
 
     if eps < 0:
         raise ValueError(f"`eps` must not be negative, but is {eps}.")
 
-    _check_number("weight_offset", weight_offset)
+    _checks.check_number("weight_offset", weight_offset)
 
     if weight is None and weight_offset != 0:
         raise ValueError(
@@ -244,20 +244,6 @@ def _check_group_size(group_size, num_columns):
             f"`group_size` must be positive and divide the {num_columns} columns of"
             f" `input`, but is {group_size}."
         )
-
-
-def _check_number(name, value):
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
-
-    try:
-        is_finite = math.isfinite(value)
-    except OverflowError:
-        # An int or a fraction that no float holds; the int's digits may be too many, too.
-        raise ValueError(f"`{name}` must be finite as a float, but is not.") from None
-
-    if not is_finite:
-        raise ValueError(f"`{name}` must be finite, but is {value}.")
 
 
 def _check_out(out, input):

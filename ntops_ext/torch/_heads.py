@@ -1,7 +1,6 @@
 """What `qk_norm_rope` and `qk_norm_rope_pack_` share: checks of heads, tables and weights."""
 
 import math
-import numbers
 
 import torch
 
@@ -114,12 +113,10 @@ def check_eps(eps):
     if type(eps) is float and 0.0 <= eps < math.inf:
         return eps
 
-    # `bool` is a number to Python, and a mistake here.
-    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
-        raise TypeError(f"`eps` must be a number, but is a {type(eps).__name__}.")
+    _checks.check_number("eps", eps)
 
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"`eps` must be finite and not negative, but is {eps!r}.")
+    if eps < 0:
+        raise ValueError(f"`eps` must not be negative, but is {eps!r}.")
 
     return float(eps)
 
@@ -127,8 +124,7 @@ def check_eps(eps):
 def check_not_lazy(names, arguments):
     """Refuse tensors whose memory does not hold their values.
 
-    A conjugate or a negative is a bit of the tensor object, and no part of its layout. Only
-    `rope` is complex; only float32 is ever a part of something complex.
+    A conjugate or a negative is a bit of the tensor object, and no part of its layout.
 
     :raises ValueError: If a tensor is one.
     """

@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts
+from ntops_ext.torch import _checks, _heads, _layouts, _rows
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
 from ntops_ext.torch._launch import launch, runs_kernel
@@ -18,8 +18,8 @@ _NAMES = ("input", "weight", "rope", "out")
 class _Layout:
     """What is known of all calls with these shapes, strides, dtypes and devices."""
 
-    # Whether the memory of a tensor of heads may hold negatives of its values.
-    may_be_lazy: bool
+    # Whether a kernel can compute the offsets of the weights.
+    weights_fit: bool
     # The launches of a call; none if there is nothing to compute.
     chunks: list
     # The addresses of the tensors that were checked.
@@ -36,7 +36,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
     layout = layouts.get(out is None, tensors, arguments)
     eps = _heads.check_eps(eps)
 
-    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+    if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
@@ -67,6 +67,9 @@ def qk_norm_rope(input, weight, rope, eps, out):
             rounding = eager_roundings.get(input.device, input.dtype, input.shape[3])
             layout.handles.append(_make_handle(input, rounding))
 
+        if not layout.weights_fit:
+            weight = weight.contiguous()
+
         _run(layout.handles[0], layout.chunks, input, output, weight, rope, eps)
 
         if out is not None:
@@ -95,7 +98,7 @@ def _check_layout(input, weight, rope, out):
         rows.append(_heads.rows_of(out))
 
     return _Layout(
-        may_be_lazy=input.dtype == torch.float32,
+        weights_fit=_rows.fits(weight),
         chunks=plan_chunks(*input.shape[:2], rows) if input.numel() else [],
     )
 

@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts
+from ntops_ext.torch import _checks, _heads, _layouts, _rows
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._launch import launch, runs_kernel
 from ntops_ext.torch._qk_norm_rope import eager_roundings
@@ -32,8 +32,8 @@ class _Layout:
     """What is known of all calls with these shapes, strides, dtypes and devices."""
 
     prefix: int
-    # Whether the memory of a tensor of heads may hold negatives of its values.
-    may_be_lazy: bool
+    # Whether a kernel can compute the offsets of the weights.
+    weights_fit: bool
     # The launches of a call; none if there is nothing to write.
     chunks: list
     # The addresses of the tensors, checked -> whether both prefixes are the buffers' own rows.
@@ -69,14 +69,14 @@ def qk_norm_rope_pack_(
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
     eps = _heads.check_eps(eps)
 
-    if rope.is_conj() or rope.is_neg() or layout.may_be_lazy:
+    if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
-            " `torch.no_grad()` or with detached tensors, or use the out-of-place"
-            " `qk_norm_rope` and `torch.cat`."
+            " `torch.no_grad()` or with detached tensors, or use the differentiable"
+            " `ntops_ext.reference.qk_norm_rope` and `torch.cat`."
         )
 
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -87,6 +87,8 @@ def qk_norm_rope_pack_(
         _layouts.remember(layout.verdicts, addresses, prefixes_are_kept)
 
     if not runs_kernel(q):
+        _check_writable(q, k_out, v_out)
+
         return reference.qk_norm_rope_pack_(*arguments, eps=eps)
 
     if prefixes_are_kept:
@@ -117,6 +119,17 @@ def qk_norm_rope_pack_(
             _layouts.mark_as_written(q, k_out)
 
     return q, k_out, v_out
+
+
+def _check_writable(*written):
+    """:raises ValueError: If PyTorch would refuse to write, which it does one by one."""
+
+    for name, tensor in zip(_WRITTEN, written, strict=True):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"`{name}` is an inference tensor, which PyTorch writes under"
+                f" torch.inference_mode() only."
+            )
 
 
 def _check_layout(
@@ -161,7 +174,7 @@ def _check_layout(
 
     return _Layout(
         prefix=k_prefix.shape[1],
-        may_be_lazy=q.dtype == torch.float32,
+        weights_fit=_rows.fits(q_weight) and _rows.fits(k_weight),
         chunks=chunks,
     )
 
@@ -255,6 +268,9 @@ def _run(layout, arguments, eps):
 
     if not layout.handles:
         layout.handles.append(_make_handle(q, k_out, *sources[2:]))
+
+    if not layout.weights_fit:
+        q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
 
     handle = layout.handles[0]
     table = _heads.real_view(rope)

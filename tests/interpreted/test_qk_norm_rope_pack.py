@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from huge_storage import reserve
 from rope_inputs import assert_equal_bits, make_pack, make_rope
 
 from ntops_ext import configs, reference
@@ -521,3 +522,61 @@ def test_the_interpreter_promises_no_equality():
 
     assert not rounding.is_reproduced
     assert rounding.order(100) == ("vectors", "decreasing")
+
+
+def _negated_after(ordinary):
+    """A float16 view of -1, negated lazily, and the view of 1 that has its layout."""
+
+    values = torch.complex(ordinary, ordinary).to(torch.complex32)
+
+    return values.conj().imag, values.imag
+
+
+def test_a_lazily_negated_weight_is_refused_whatever_came_before():
+    """The negative bit is no part of a layout: it is looked at in every call."""
+
+    width = 16
+    input = torch.randn(1, 3, 2, width).half()
+    rope = torch.ones(3, width // 2, dtype=torch.complex64)
+    negated, ordinary = _negated_after(torch.ones(width))
+    qk_norm_rope(input, ordinary, rope)
+
+    with pytest.raises(ValueError, match="`weight`.*resolve_neg"):
+        qk_norm_rope(input, negated, rope)
+
+
+def test_a_lazily_negated_prefix_is_refused_whatever_came_before():
+    """Likewise for what is copied."""
+
+    def arguments(k_prefix):
+        heads = torch.ones(1, 1, 2, 16).half()
+        weight = torch.ones(16).half()
+        rope = torch.ones(1, 8, dtype=torch.complex64)
+        k_out, v_out = (torch.zeros(1, 2, 2, 16).half() for _ in range(2))
+
+        return heads, k_out, v_out, weight, weight, rope, k_prefix, heads.clone()
+
+    shape, strides = (1, 1, 2, 16), (32, 32, 16, 1)
+    values = torch.ones(64).half().view(torch.complex32)
+    qk_norm_rope_pack_(*arguments(values.imag.as_strided(shape, strides)))
+    negated = arguments(values.conj().imag.as_strided(shape, strides))
+
+    with pytest.raises(ValueError, match="`k_prefix`.*resolve_neg"):
+        qk_norm_rope_pack_(*negated)
+
+    assert not negated[1].any()
+
+
+def test_a_weight_whose_offsets_pass_32_bits():
+    """A weight may have any stride."""
+
+    width, stride = 128, 2**25
+    memory = reserve(width * stride)
+    weight = memory.view(width, stride)[:, 0]
+    weight.copy_(torch.arange(1, width + 1))
+    input = torch.ones(1, 1, 1, width).half()
+    rope = torch.ones(1, width // 2, dtype=torch.complex64)
+
+    assert_equal_bits(
+        qk_norm_rope(input, weight, rope), qk_norm_rope(input, weight.clone(), rope)
+    )
