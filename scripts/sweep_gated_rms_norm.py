@@ -55,6 +55,10 @@ def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", metavar="FILE.jsonl", required=True)
     options = parser.parse_args(arguments)
+
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA or ROCm device here")
+
     environment = describe_environment()
     print_environment(environment)
 
