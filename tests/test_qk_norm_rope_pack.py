@@ -697,3 +697,21 @@ def test_an_eps_beyond_every_float_is_refused():
 
     with pytest.raises(ValueError, match="`eps`"):
         qk_norm_rope(heads, torch.ones(2), rope, eps=10**400)
+
+
+def test_a_tangent_is_refused():
+    """Forward-mode derivatives are no more dropped silently than backward ones."""
+
+    heads, rope = torch.ones(1, 1, 1, 2), torch.full((1, 1), 1j)
+    weight, prefix = torch.ones(2), torch.zeros(1, 0, 1, 2)
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(heads, torch.ones_like(heads))
+
+        with pytest.raises(NotImplementedError, match="gradient"):
+            qk_norm_rope(dual, weight, rope)
+
+        with pytest.raises(NotImplementedError, match="gradient"):
+            qk_norm_rope_pack_(
+                dual, heads.clone(), heads.clone(), weight, weight, rope, prefix, prefix
+            )

@@ -88,8 +88,8 @@ def compute(
 
     if is_differentiated:
         raise NotImplementedError(
-            "gated_rms_norm has no gradients on a GPU yet. Call it under torch.no_grad(),"
-            " or detach the arguments that require grad."
+            "gated_rms_norm has no gradients as a kernel yet. Call it under"
+            " torch.no_grad(), or with detached tensors."
         )
 
     if layout.unaddressable:

@@ -3,6 +3,7 @@
 import operator
 
 import torch
+from torch.autograd import forward_ad
 
 from ntops_ext.torch import _checks
 
@@ -82,9 +83,16 @@ def remember(found, key, value):
 
 
 def requires_grad(tensors):
-    """Whether autograd would have to record what is made of these tensors."""
+    """Whether autograd would have to record what is made of these tensors, or to carry on
+    their tangents (forward mode)."""
 
-    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        return True
+
+    # A private name for what has no public one: whether any dual level is entered at all.
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def mark_as_written(*tensors):

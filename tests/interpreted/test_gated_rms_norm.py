@@ -1,9 +1,12 @@
 """The kernel of `gated_rms_norm` under Triton's interpreter, on CPU tensors."""
 
 import pytest
+import torch
 from gated_rms_norm_behaviour import *  # noqa: F403
 from gated_rms_norm_kernel_behaviour import *  # noqa: F403
 from huge_storage import reserve
+
+from ntops_ext.torch import gated_rms_norm
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +24,15 @@ def is_kernel():
 @pytest.fixture
 def huge():
     return reserve(2**31 + 1024)
+
+
+def test_a_tangent_is_refused():
+    """The kernel has no forward-mode derivative, and drops none silently."""
+
+    input = torch.ones(2, 8)
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(input, torch.ones_like(input))
+
+        with pytest.raises(NotImplementedError, match="gradients"):
+            gated_rms_norm(dual)
