@@ -260,3 +260,19 @@ def test_the_order_depends_on_the_number_of_heads():
 
     assert rounding.order(15) == ("nothing", "decreasing")
     assert rounding.order(16) == ("lanes", "decreasing")
+
+
+@pytest.mark.parametrize(
+    ("question", "error", "name"),
+    [
+        ({"dtype": torch.float64}, TypeError, "`dtype`"),
+        ({"head_dim": 64.0}, TypeError, "`head_dim`"),
+        ({"head_dim": 63}, ValueError, "`head_dim`"),
+        ({"head_dim": 0}, ValueError, "`head_dim`"),
+    ],
+)
+def test_a_question_without_an_answer_is_refused(question, error, name):
+    """Only heads that the operators take are asked about."""
+
+    with pytest.raises(error, match=name):
+        eager_rounding(device="cpu", **question)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ntops_ext.torch import _checks
 from ntops_ext.torch._qk_norm_rope import eager_roundings
 
 
@@ -9,19 +10,35 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     """How PyTorch rounds the chain of `qk_norm_rope`, and whether its kernel does the same.
 
     Found out at the first question or the first call, for this process and device; that
-    synchronises. Whatever is found, `is_reproduced` is what was seen: the kernel's bits
-    were compared with PyTorch's on millions of elements.
+    synchronises. On a GPU `is_reproduced` is what was seen: the kernel's bits were compared
+    with PyTorch's on millions of elements. On a CPU nothing is compared or promised.
 
     :param dtype: float16, bfloat16 or float32.
     :param head_dim: The width of a head, even.
     :param device: A device; without an index, the current one of its type.
     :return: An object with `is_reproduced`, `reason` (empty if it is), `order_of_rows`,
         `order_of_few_rows`, `real_part` and `imaginary_part`.
+    :raises TypeError: If the dtype is another one, or the width no int.
+    :raises ValueError: If the width is not even and positive.
     :raises RuntimeError: While a CUDA graph is captured, unless it is known.
 
     >>> eager_rounding(device="cpu").is_reproduced
     False
     """
+
+    if dtype not in _checks.FLOATING_DTYPES:
+        raise TypeError(
+            f"`dtype` must be torch.float16, torch.bfloat16 or torch.float32, but is"
+            f" {dtype}."
+        )
+
+    if type(head_dim) is not int:
+        raise TypeError(
+            f"`head_dim` must be an int, but is a {type(head_dim).__name__}."
+        )
+
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"`head_dim` must be even and positive, but is {head_dim}.")
 
     # A tensor's device always has an index, where its type has more than one device.
     device = torch.empty(0, device=device).device
