@@ -83,6 +83,20 @@ def check_number(name, value):
         raise ValueError(f"`{name}` must be finite, but is {value}.")
 
 
+def check_eps(eps):
+    """:raises TypeError, ValueError: If it is not a finite number that is not negative."""
+
+    if type(eps) is float and 0.0 <= eps < math.inf:
+        return eps
+
+    check_number("eps", eps)
+
+    if eps < 0:
+        raise ValueError(f"`eps` must not be negative, but is {eps!r}.")
+
+    return float(eps)
+
+
 def check_no_self_overlap(name, tensor):
     """:raises ValueError: If two elements of `tensor` may share memory.
 

@@ -163,11 +163,7 @@ def _check_layout(
             )
 
     _check_group_size(group_size, num_columns)
-    _checks.check_number("eps", eps)
-
-    if eps < 0:
-        raise ValueError(f"`eps` must not be negative, but is {eps}.")
-
+    eps = _checks.check_eps(eps)
     _checks.check_number("weight_offset", weight_offset)
 
     if weight is None and weight_offset != 0:
@@ -212,7 +208,7 @@ def _check_layout(
 
     return _Layout(
         group_size=group_size,
-        eps=float(eps),
+        eps=eps,
         # -0.0 becomes 0.0: the two are equal, and a layout is remembered for both.
         weight_offset=float(weight_offset) + 0.0,
         unaddressable=unaddressable,

@@ -1,7 +1,5 @@
 """What `qk_norm_rope` and `qk_norm_rope_pack_` share: checks of heads, tables and weights."""
 
-import math
-
 import torch
 
 from ntops_ext.torch import _checks
@@ -105,20 +103,6 @@ def check_rope(rope, like_name, like):
         raise ValueError(
             f"`rope` must have dense rows, but has strides {rope.stride()}."
         )
-
-
-def check_eps(eps):
-    """:raises TypeError, ValueError: If it is not a finite number that is not negative."""
-
-    if type(eps) is float and 0.0 <= eps < math.inf:
-        return eps
-
-    _checks.check_number("eps", eps)
-
-    if eps < 0:
-        raise ValueError(f"`eps` must not be negative, but is {eps!r}.")
-
-    return float(eps)
 
 
 def check_not_lazy(names, arguments):

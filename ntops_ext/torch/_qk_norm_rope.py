@@ -34,7 +34,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
     arguments = (input, weight, rope, out)
     tensors = arguments[:3] if out is None else arguments
     layout = layouts.get(out is None, tensors, arguments)
-    eps = _heads.check_eps(eps)
+    eps = _checks.check_eps(eps)
 
     if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
         _heads.check_not_lazy(_NAMES, arguments)

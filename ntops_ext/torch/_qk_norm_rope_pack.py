@@ -67,7 +67,7 @@ def qk_norm_rope_pack_(
         tensors += (v_src,)
 
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
-    eps = _heads.check_eps(eps)
+    eps = _checks.check_eps(eps)
 
     if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
         _heads.check_not_lazy(_NAMES, arguments)
