@@ -6,9 +6,11 @@ are first used.
 
 import importlib
 
+from ntops_ext.registry import register, unregister
+
 __version__ = "0.1.0"
 
-__all__ = ["kernels", "reference", "torch"]
+__all__ = ["kernels", "reference", "register", "torch", "unregister"]
 
 
 def __getattr__(name):

@@ -1,19 +1,23 @@
+"""`ntops_ext.torch.gated_rms_norm`."""
+
+import torch
+
 from ntops_ext.torch import _gated_rms_norm
 
 
 def gated_rms_norm(
-    input,
-    weight=None,
-    gate=None,
+    input: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     *,
-    bias=None,
-    eps=1e-5,
-    group_size=None,
-    norm_before_gate=True,
-    activation="silu",
-    weight_offset=0.0,
-    out=None,
-):
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """RMSNorm over groups of columns, with a gate before or after it.
 
     With `x_hat = x / sqrt(mean(x ** 2) + eps)` over each group (Zhang and Sennrich, "Root
@@ -57,7 +61,6 @@ def gated_rms_norm(
 
     Nothing is written when an error is raised.
 
-    >>> import torch
     >>> gated_rms_norm(torch.tensor([[1.0, 7.0]]), eps=0.0)
     tensor([[0.2000, 1.4000]])
     """

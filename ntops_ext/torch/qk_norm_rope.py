@@ -1,9 +1,18 @@
 """`ntops_ext.torch.qk_norm_rope`."""
 
+import torch
+
 from ntops_ext.torch import _qk_norm_rope
 
 
-def qk_norm_rope(input, weight, rope, *, eps=1e-6, out=None):
+def qk_norm_rope(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    rope: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """RMSNorm of every head, then the rotation of its pairs by a complex table.
 
     With `x` a head in float32 and `round` a rounding to `input.dtype`::
@@ -37,7 +46,6 @@ def qk_norm_rope(input, weight, rope, *, eps=1e-6, out=None):
     :raises NotImplementedError: If gradients are enabled and an argument requires one.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.
 
-    >>> import torch
     >>> heads = torch.ones(1, 2, 1, 4)
     >>> quarter_turn = torch.full((2, 2), 1j)
     >>> qk_norm_rope(heads, torch.ones(4), quarter_turn, eps=0.0)[0, 0, 0]

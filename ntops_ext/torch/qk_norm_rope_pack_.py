@@ -1,21 +1,23 @@
 """`ntops_ext.torch.qk_norm_rope_pack_`."""
 
+import torch
+
 from ntops_ext.torch import _qk_norm_rope_pack
 
 
 def qk_norm_rope_pack_(
-    q,
-    k_out,
-    v_out,
-    q_weight,
-    k_weight,
-    rope,
-    k_prefix,
-    v_prefix,
-    k_src=None,
-    v_src=None,
-    eps=1e-6,
-):
+    q: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    rope: torch.Tensor,
+    k_prefix: torch.Tensor,
+    v_prefix: torch.Tensor,
+    k_src: torch.Tensor | None = None,
+    v_src: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalise and rotate Q and K, and put K and V behind their prefixes, in one kernel.
 
     B batch entries, S tokens behind a prefix of P, H heads of Q and `Hkv` of K and V, of
@@ -49,7 +51,6 @@ def qk_norm_rope_pack_(
     are free, so views of one packed `(B, P + S, 3, H, D)` tensor will do. Everything is
     checked before anything is written, and nothing is copied or allocated.
 
-    >>> import torch
     >>> q, k, v = (torch.ones(1, 1, 1, 2) for _ in range(3))
     >>> k_out, v_out = torch.zeros(2, 1, 2, 1, 2)
     >>> prefix = torch.full((1, 1, 1, 2), 7.0)
