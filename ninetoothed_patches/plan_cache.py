@@ -166,6 +166,8 @@ class PlanCache:
             self._plans.clear()
             self._queue.clear()
             self._seen.clear()
+            self._unused = 0
+            self.is_sparing = False
             self.recent = ()
 
     def after_fork_in_child(self):
