@@ -27,6 +27,13 @@ from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 # two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
 RECENT_PLANS = 4
 
+# How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
+# it costs most of an ordinary call again, and there are workloads in which nothing comes twice.
+UNUSED_PLANS = 16
+
+# How many calls that came once are remembered, beside those that have plans.
+MAX_SEEN = 4096
+
 # Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
 _ENTRY = """\
 def {name}(__handle, {parameters}, *__surplus):
@@ -51,7 +58,8 @@ def {name}(__handle, {parameters}, *__surplus):
             ):
                 break
         else:
-            __plan, __key = None, {key}
+            __plan = None
+            __key = __NEW if __cache.is_sparing and __cache.is_new({outline}) else {key}
     except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
         __plan = __key = None
@@ -59,6 +67,9 @@ def {name}(__handle, {parameters}, *__surplus):
     if __plan is None:
         if __key is None:
             return __cache.unreadable(({parameters},))
+
+        if __key is __NEW:
+            return __cache.ordinary(({parameters},))
 
         return __cache.call(__key, ({parameters},), ({addresses},))
 
@@ -74,6 +85,10 @@ and (
                     and {name} == __plan.scalars[{position}]
                     and {name}
                 )"""
+
+
+# In a key's place: this call gets none.
+_NEW = object()
 
 
 class PlanCache:
@@ -133,6 +148,10 @@ class PlanCache:
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
+        # How many of the last plans were never used; whether that is too many; then, the outlines of calls so far.
+        self._unused = 0
+        self.is_sparing = False
+        self._seen = set()
         self._forms = weakref.WeakKeyDictionary()
         self._plannable_kinds = set()
         self._known_rule = None, None
@@ -146,6 +165,9 @@ class PlanCache:
 
             self._plans.clear()
             self._queue.clear()
+            self._seen.clear()
+            self._unused = 0
+            self.is_sparing = False
             self.recent = ()
 
     def after_fork_in_child(self):
@@ -191,6 +213,7 @@ class PlanCache:
             "__int": int,
             "__type": type,
             "__next": next,
+            "__NEW": _NEW,
             "__len": len,
             "__Exception": Exception,
         }
@@ -221,6 +244,7 @@ class PlanCache:
             if self._tuner
             else "",
             key=reader.key,
+            outline=reader.outline,
             driver=expressions.driver,
             state=expressions.state,
             stores=expressions.stores,
@@ -264,6 +288,31 @@ class PlanCache:
         )
 
         return self._ordinary(self._launch, arguments)
+
+    def ordinary(self, arguments):
+        """A call that gets no plan."""
+
+        return self._ordinary(self._launch, arguments)
+
+    def is_new(self, outline):
+        """Whether no call of this outline has come yet. From now on one has."""
+
+        outline = hash(outline)
+
+        with self._changing:
+            if outline in self._seen:
+                return False
+
+            if len(self._seen) >= MAX_SEEN + len(self._plans):
+                self._see_plans_only()
+
+            self._seen.add(outline)
+            self._misses += 1
+
+        return True
+
+    def _see_plans_only(self):
+        self._seen = {hash(self._reader.outline_of(call)) for *_, call in self._plans}
 
     def call(self, key, arguments, addresses):
         """A call that no recent plan fits."""
@@ -441,6 +490,14 @@ class PlanCache:
 
             self._clock_looks += 1
             self._made += 1
+            self._unused += 1
+
+            if self.is_sparing:
+                self._seen.add(hash(self._reader.outline_of(plan.key[-1])))
+            elif self._unused > UNUSED_PLANS:
+                self._see_plans_only()
+                self.is_sparing = True
+
             plan.stamp = next(self._clock)
             self._plans[plan.key] = plan
             heapq.heappush(self._queue, (plan.stamp, plan))
@@ -493,6 +550,8 @@ class PlanCache:
         A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
         """
 
+        self._unused = 0
+        self.is_sparing = False
         bound, grid, compiled = plan.launched
         form = self._forms.get(compiled)
 
