@@ -9,8 +9,8 @@ import dataclasses
 import importlib
 import warnings
 
-KERNELS = ("gated_rms_norm", "qk_norm_rope", "qk_norm_rope_pack")
-FUNCTIONS = ("gated_rms_norm", "qk_norm_rope", "qk_norm_rope_pack_")
+# What `ntops_ext.torch` exports that computes nothing of tensors.
+_QUESTIONS = ("eager_rounding",)
 
 _ABSENT = object()
 
@@ -146,11 +146,14 @@ def _members():
                 f" {package!r} has no such list: this is not an ntops that it knows."
             )
 
+    ours = {
+        name: importlib.import_module(f"ntops_ext.{name}")
+        for name in ("kernels", "torch")
+    }
+
     return {
-        (package_name, name): (
-            ntops[package_name],
-            getattr(importlib.import_module(f"ntops_ext.{package_name}"), name),
-        )
-        for package_name, names in (("kernels", KERNELS), ("torch", FUNCTIONS))
-        for name in names
+        (package_name, name): (ntops[package_name], getattr(package, name))
+        for package_name, package in ours.items()
+        for name in package.__all__
+        if name not in _QUESTIONS
     }

@@ -142,6 +142,64 @@ def _check_layout(
 ):
     """Check what layouts and options decide, and work out the launches."""
 
+    eps, group_size, weight_offset = check_call(
+        input,
+        weight,
+        gate,
+        bias,
+        out,
+        eps,
+        group_size,
+        norm_before_gate,
+        activation,
+        weight_offset,
+    )
+    unaddressable = tuple(
+        name
+        for name, tensor in zip(_NAMES[:4], (input, weight, gate, bias), strict=True)
+        if tensor is not None and not _rows.fits(tensor)
+    )
+    parts = []
+
+    if input.numel() > 0 and not unaddressable:
+        written = torch.empty(input.shape, device="meta") if out is None else out
+        rows = [input, written] if gate is None else [input, written, gate]
+        parts = [
+            [
+                _rows.View.of(part, tensor)
+                for part, tensor in zip(parts_of_rows, rows, strict=True)
+            ]
+            for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
+        ]
+
+    return _Layout(
+        group_size=group_size,
+        eps=eps,
+        weight_offset=weight_offset,
+        unaddressable=unaddressable,
+        parts=parts,
+    )
+
+
+def check_call(
+    input,
+    weight,
+    gate,
+    bias,
+    out,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+):
+    """Refuse what layouts and options decide to be wrong.
+
+    `torch.compile` traces it: nothing here may depend on where a tensor lies in memory.
+
+    :return: `eps`, `group_size` and `weight_offset` as numbers.
+    """
+
     _checks.check_dtype("input", input, _checks.FLOATING_DTYPES)
 
     if input.ndim == 0:
@@ -187,32 +245,11 @@ def _check_layout(
     if out is not None:
         _check_out(out, input)
 
-    group_size = num_columns if group_size is None else int(group_size)
-    unaddressable = tuple(
-        name
-        for name, tensor in zip(_NAMES[:4], (input, weight, gate, bias), strict=True)
-        if tensor is not None and not _rows.fits(tensor)
-    )
-    parts = []
-
-    if input.numel() > 0 and not unaddressable:
-        written = torch.empty(input.shape, device="meta") if out is None else out
-        rows = [input, written] if gate is None else [input, written, gate]
-        parts = [
-            [
-                _rows.View.of(part, tensor)
-                for part, tensor in zip(parts_of_rows, rows, strict=True)
-            ]
-            for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
-        ]
-
-    return _Layout(
-        group_size=group_size,
-        eps=eps,
+    return (
+        eps,
+        num_columns if group_size is None else int(group_size),
         # -0.0 becomes 0.0: the two are equal, and a layout is remembered for both.
-        weight_offset=float(weight_offset) + 0.0,
-        unaddressable=unaddressable,
-        parts=parts,
+        float(weight_offset) + 0.0,
     )
 
 

@@ -79,28 +79,36 @@ def qk_norm_rope(input, weight, rope, eps, out):
 
 
 def _check_layout(input, weight, rope, out):
-    """Check what the layouts alone decide."""
+    """Check what the layouts alone decide, and work out the launches."""
+
+    check_call(input, weight, rope, out)
+    written = torch.empty(input.shape, device="meta") if out is None else out
+    rows = [
+        _heads.rows_of(input),
+        _heads.rows_of_table(rope),
+        _heads.rows_of(written),
+    ]
+
+    return _Layout(
+        weights_fit=_rows.fits(weight),
+        chunks=plan_chunks(*input.shape[:2], rows) if input.numel() else [],
+    )
+
+
+def check_call(input, weight, rope, out):
+    """Refuse what the layouts alone decide to be wrong. `torch.compile` traces it."""
 
     _heads.check_heads("input", input)
     _heads.check_head_dim("input", input)
     _heads.check_dense_heads("input", input)
     _heads.check_weight("weight", weight, "input", input)
     _heads.check_rope(rope, "input", input)
-    rows = [_heads.rows_of(input), _heads.rows_of_table(rope)]
 
-    if out is None:
-        rows.append(_heads.rows_of(torch.empty(input.shape, device="meta")))
-    else:
+    if out is not None:
         _heads.check_heads("out", out, "input", input)
         _checks.check_shape("out", out, input.shape, "the shape of `input`")
         _heads.check_dense_heads("out", out)
         _checks.check_no_self_overlap("out", out)
-        rows.append(_heads.rows_of(out))
-
-    return _Layout(
-        weights_fit=_rows.fits(weight),
-        chunks=plan_chunks(*input.shape[:2], rows) if input.numel() else [],
-    )
 
 
 layouts = _layouts.Layouts(_NAMES, ("out",), _check_layout)

@@ -135,7 +135,30 @@ def _check_writable(*written):
 def _check_layout(
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src
 ):
-    """Check what the layouts alone decide."""
+    """Check what the layouts alone decide, and work out the launches."""
+
+    heads = (q, k_out, v_out, k_prefix, v_prefix, k_src, v_src)
+    check_call(
+        q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src
+    )
+    batch, num_rows = k_out.shape[:2]
+    chunks = []
+
+    if batch and num_rows:
+        rows = [_heads.rows_of(tensor) for tensor in heads if tensor is not None]
+        chunks = plan_chunks(batch, num_rows, [*rows, _heads.rows_of_table(rope)])
+
+    return _Layout(
+        prefix=k_prefix.shape[1],
+        weights_fit=_rows.fits(q_weight) and _rows.fits(k_weight),
+        chunks=chunks,
+    )
+
+
+def check_call(
+    q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src
+):
+    """Refuse what the layouts alone decide to be wrong. `torch.compile` traces it."""
 
     _heads.check_heads("q", q)
     _heads.check_head_dim("q", q)
@@ -164,19 +187,6 @@ def _check_layout(
     for name, tensor in (("q", q), ("k_out", k_out), ("v_out", v_out)):
         if tensor.numel():
             _checks.check_no_self_overlap(name, tensor)
-
-    batch, num_rows = k_out.shape[:2]
-    chunks = []
-
-    if batch and num_rows:
-        rows = [_heads.rows_of(tensor) for tensor in (q, *heads.values())]
-        chunks = plan_chunks(batch, num_rows, [*rows, _heads.rows_of_table(rope)])
-
-    return _Layout(
-        prefix=k_prefix.shape[1],
-        weights_fit=_rows.fits(q_weight) and _rows.fits(k_weight),
-        chunks=chunks,
-    )
 
 
 layouts = _layouts.Layouts(_NAMES, ("k_src", "v_src"), _check_layout)

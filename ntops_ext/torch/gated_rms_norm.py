@@ -61,6 +61,7 @@ def gated_rms_norm(
 
     Nothing is written when an error is raised.
 
+    >>> import torch
     >>> gated_rms_norm(torch.tensor([[1.0, 7.0]]), eps=0.0)
     tensor([[0.2000, 1.4000]])
     """

@@ -46,6 +46,7 @@ def qk_norm_rope(
     :raises NotImplementedError: If gradients are enabled and an argument requires one.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.
 
+    >>> import torch
     >>> heads = torch.ones(1, 2, 1, 4)
     >>> quarter_turn = torch.full((2, 2), 1j)
     >>> qk_norm_rope(heads, torch.ones(4), quarter_turn, eps=0.0)[0, 0, 0]

@@ -51,6 +51,7 @@ def qk_norm_rope_pack_(
     are free, so views of one packed `(B, P + S, 3, H, D)` tensor will do. Everything is
     checked before anything is written, and nothing is copied or allocated.
 
+    >>> import torch
     >>> q, k, v = (torch.ones(1, 1, 1, 2) for _ in range(3))
     >>> k_out, v_out = torch.zeros(2, 1, 2, 1, 2)
     >>> prefix = torch.full((1, 1, 1, 2), 7.0)
