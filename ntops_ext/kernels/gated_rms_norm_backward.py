@@ -85,15 +85,37 @@ def sum_arrangement(partials, output, *, rows_per_step, columns_per_program):
     return arranged, output.tile((columns_per_program,)).unsqueeze(0)
 
 
-def _sigmoid_of(exponent, is_precise):
-    # 1 / (1 + exp(-z)) of `exponent` = -z.
+def _sigmoid(sigmoid_argument, is_precise):
     if is_precise:
-        divisor = _one_plus_exp(exponent)
-        sigmoid = ntl.div_rn(1.0, divisor)
+        sigmoid_divisor = _one_plus_exp(sigmoid_argument * -1.0)
+        sigmoid_value = ntl.div_rn(1.0, sigmoid_divisor)
     else:
-        sigmoid = 1.0 / (1.0 + ntl.exp(exponent))
+        # A quotient takes 7 instructions, this 2; either is 2 units of a float32 off.
+        sigmoid_root = ntl.rsqrt(1.0 + ntl.exp(sigmoid_argument * -1.0))
+        sigmoid_value = sigmoid_root * sigmoid_root
 
-    return sigmoid
+    return sigmoid_value
+
+
+def _complement_of_sigmoid(complement_argument, activation, is_precise):
+    # 1 - sigmoid(z). That of silu is added to what is larger; that of a sigmoid is a factor,
+    # which may not cancel: it is sigmoid(-z).
+    if is_precise:
+        if activation == 1:
+            complement_divisor = _one_plus_exp(complement_argument * -1.0)
+            complement = 1.0 - ntl.div_rn(1.0, complement_divisor)
+        else:
+            complement_divisor = _one_plus_exp(complement_argument)
+            complement = ntl.div_rn(1.0, complement_divisor)
+    else:
+        if activation == 1:
+            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument * -1.0))
+            complement = ntl.fma(complement_root * -1.0, complement_root, 1.0)
+        else:
+            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument))
+            complement = complement_root * complement_root
+
+    return complement
 
 
 def _sum_of_rows(terms):
@@ -129,11 +151,15 @@ def gated_rms_norm_backward_application(
     needs_weight,
     needs_bias,
     group_size,
+    holds_parameters,
+    pipeline_stages,
 ):
     first_tile = input[0]
     column = ntl.arange(0, first_tile.shape[1])
-    scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
-    wide_bias = ntl.cast(bias, ntl.float32)
+
+    if holds_parameters:
+        scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
+        wide_bias = ntl.cast(bias, ntl.float32)
 
     if needs_weight:
         weight_sum = ntl.zeros(first_tile.shape, ntl.float32)
@@ -141,7 +167,7 @@ def gated_rms_norm_backward_application(
     if needs_bias:
         bias_sum = ntl.zeros(first_tile.shape, ntl.float32)
 
-    for step in range(input.shape[0]):
+    for step in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
         input_loaded = input[step]
         incoming = ntl.cast(grad_output[step], ntl.float32)
         wide_input = ntl.cast(input_loaded, ntl.float32)
@@ -154,15 +180,14 @@ def gated_rms_norm_backward_application(
                 input_loaded.dtype == ntl.float32 or gate_loaded.dtype == ntl.float32
             )
             wide_gate = ntl.cast(gate_loaded, ntl.float32)
-            sigmoid = _sigmoid_of(wide_gate * -1.0, is_precise)
+            sigmoid = _sigmoid(wide_gate, is_precise)
+            complement = _complement_of_sigmoid(wide_gate, activation, is_precise)
 
             if activation == 1:
                 factor = wide_gate * sigmoid
-                slope = ntl.fma(factor, 1.0 - sigmoid, sigmoid)
+                slope = ntl.fma(factor, complement, sigmoid)
             else:
                 factor = sigmoid
-                # 1 - sigmoid(z), without its cancellation.
-                complement = _sigmoid_of(wide_gate, is_precise)
                 slope = sigmoid * complement
 
             if norm_before_gate:
@@ -172,6 +197,10 @@ def gated_rms_norm_backward_application(
 
         if first_tile.shape[1] != group_size:
             value = ntl.where(column[None, :] < group_size, value, 0.0)
+
+        if holds_parameters == 0:
+            scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
+            wide_bias = ntl.cast(bias, ntl.float32)
 
         weighted = scaled * scaled_weight
         square_total = _sum_of_columns(ntl.fma(value, value, 0.0))
@@ -237,13 +266,17 @@ def premake(
     weight=True,
     bias=False,
 ):
-    shape = (*(None for _ in row_tile), num_columns)
+    grad_output = Tensor(
+        shape=(*(None for _ in row_tile), num_columns), name="grad_output", other=0
+    )
 
     def rows(name, **options):
-        return Tensor(shape=shape, name=name, **options)
+        return Tensor(shape=grad_output.shape, name=name, **options)
 
     def parameter(name, is_present, **options):
-        return Tensor(shape=shape[-1:] if is_present else (), name=name, **options)
+        return Tensor(
+            shape=(num_columns,) if is_present else (), name=name, **options
+        )
 
     def partials(name):
         return Tensor(shape=(None, num_columns), name=name)
@@ -255,7 +288,7 @@ def premake(
         return Tensor(0, constexpr=True, name=name)
 
     tensors = (
-        rows("grad_output", other=0),
+        grad_output,
         rows("input", other=1),
         rows("gate", other=1) if gate else scalar("gate"),
         parameter("weight", weight, other=0),
@@ -274,6 +307,8 @@ def premake(
         choice("needs_weight"),
         choice("needs_bias"),
         choice("group_size"),
+        choice("holds_parameters"),
+        choice("pipeline_stages"),
     )
     arrangement_ = functools.partial(
         arrangement,
