@@ -107,6 +107,74 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
     return GatedRMSNormConfig(rows_per_program=1, num_warps=16)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedRMSNormBackwardConfig:
+    """How `ntops_ext.kernels.gated_rms_norm_backward` is made.
+
+    :param rows_per_step: How many rows of one group a program takes at once.
+    :param num_warps: The warps of a program.
+    :param max_row_blocks: How many programs share the rows of one group, at most.
+    :param pipeline_stages: Of how many steps the rows are on their way at once.
+    :param holds_parameters: Whether weight and bias stay in registers.
+    :param columns_per_piece: How many columns of a group a program takes; `None` if all.
+    """
+
+    rows_per_step: int
+    num_warps: int
+    max_row_blocks: int
+    pipeline_stages: int = 3
+    holds_parameters: bool = True
+    columns_per_piece: int | None = None
+
+
+# The rows of one program's columns are added in its registers: beside those of a row of
+# more columns there is no room for their sums.
+_MAX_SUMMED_LANES = 8192
+
+_COLUMNS_PER_SUMMED_PIECE = 1024
+
+# The multiprocessors of the GPU that these choices are for. Nothing asks the device for
+# its own: how rows are cut decides the bits of the gradients of weight and bias.
+_MULTIPROCESSORS = 132
+
+
+def gated_rms_norm_backward_config(group_size, groups_per_row):
+    """The configuration for rows of `groups_per_row` groups of `group_size` columns.
+
+    Nothing depends on the number of rows. `rows_per_step`, `max_row_blocks` and
+    `columns_per_piece` decide in which order rows are added up for the gradients of weight
+    and bias; no choice but `columns_per_piece`, which depends on the group size alone,
+    changes a bit of the others.
+    """
+
+    lanes = next_power_of_2(group_size)
+    columns_per_piece = None
+
+    if lanes > _MAX_SUMMED_LANES:
+        columns_per_piece = lanes = _COLUMNS_PER_SUMMED_PIECE
+        groups_per_row = _ceil_div(group_size, columns_per_piece)
+
+    # 8 columns a thread take 60 to 100 registers of it; of 8192, 16 a thread take all 128
+    # that 16 warps have, with weight and bias read anew for every row.
+    num_warps = min(max(lanes // 256, 4), 16)
+    programs = _MULTIPROCESSORS * max(20 // num_warps, 1)
+
+    return GatedRMSNormBackwardConfig(
+        rows_per_step=max(1024 // lanes, 1),
+        num_warps=num_warps,
+        max_row_blocks=max(programs // groups_per_row, 1),
+        holds_parameters=lanes <= 4096,
+        columns_per_piece=columns_per_piece,
+    )
+
+
+# Of the kernel that finds the statistics of a group that is taken piece by piece.
+STATISTICS_COLUMNS_PER_PIECE, STATISTICS_NUM_WARPS = 8192, 16
+
+# Of the kernel that adds partial sums. 16 columns of float32 are 64 bytes in a row.
+SUM_ROWS_PER_STEP, SUM_COLUMNS_PER_PROGRAM, SUM_NUM_WARPS = 256, 16, 8
+
+
 def row_tile(rows_per_program, row_sizes):
     """The rows of a program along each row dimension, powers of two.
 

@@ -107,6 +107,132 @@ def gated_rms_norm_tolerance(
     return rounding * (1 + 2**-10) * normal + 16 * 2**-24 * magnitude
 
 
+def gated_rms_norm_backward(
+    grad_output,
+    input,
+    weight=None,
+    gate=None,
+    *,
+    bias=None,
+    eps=1e-5,
+    group_size=None,
+    norm_before_gate=True,
+    activation="silu",
+    weight_offset=0.0,
+    arithmetic_dtype=torch.float32,
+    of_magnitudes=False,
+):
+    """The gradients of `gated_rms_norm` for a gradient of its result.
+
+    :param arithmetic_dtype: What everything is computed in; float64 is not rounded.
+    :param of_magnitudes: Whether every term stands for its magnitude, and what would be
+        subtracted is added: how large the terms of the gradients are, not what they give.
+    :return: The gradients of input, weight, gate and bias, each in the dtype of its tensor;
+        None for what is absent.
+    """
+
+    num_columns = input.shape[-1]
+    group_size = max(num_columns if group_size is None else group_size, 1)
+
+    def wide(tensor):
+        tensor = tensor.to(arithmetic_dtype)
+
+        return tensor.abs() if of_magnitudes else tensor
+
+    def mean_of_groups(tensor):
+        groups = tensor.reshape(*tensor.shape[:-1], -1, group_size)
+        means = groups.mean(-1, keepdim=True).expand_as(groups)
+
+        return means.reshape(tensor.shape)
+
+    def sum_of_rows(tensor):
+        return tensor.reshape(-1, num_columns).sum(0) if num_columns else tensor.new_zeros(0)
+
+    incoming, wide_input = wide(grad_output), wide(input)
+    value, scaled, factor = wide_input, incoming, 1.0
+    scale = 1.0 if weight is None else weight_offset + weight.to(arithmetic_dtype)
+    shift = 0.0 if bias is None else wide(bias)
+    sign = 1.0 if of_magnitudes else -1.0
+
+    if of_magnitudes and weight is not None:
+        scale = scale.abs()
+
+    if gate is not None:
+        wide_gate = gate.to(arithmetic_dtype)
+        sigmoid, complement = torch.sigmoid(wide_gate), torch.sigmoid(-wide_gate)
+        factor, slope = sigmoid, sigmoid * complement
+
+        if activation != "sigmoid":
+            factor = wide(gate) * sigmoid
+            slope = sigmoid + factor * complement
+
+        if of_magnitudes:
+            # exp(-z) may be taken as exp2 of a rounded product, wrong by |z| roundings: a
+            # 16th of what `gated_rms_norm_backward_errors` allows for all others.
+            inflation = 1 + wide_gate.abs().clamp(0, 110) / 16
+            factor, slope = factor * inflation, slope * inflation
+
+        if norm_before_gate:
+            scaled = incoming * factor
+        else:
+            value = wide_input * factor
+
+    exact_value = value
+
+    if of_magnitudes and gate is not None and not norm_before_gate:
+        exact_value = wide_input * factor / inflation
+
+    root = torch.rsqrt(mean_of_groups(exact_value.square()) + eps)
+    normalized, weighted = value * root, scaled * scale
+    mean_product = mean_of_groups(normalized * weighted)
+    grad_input = (weighted + sign * normalized * mean_product) * root
+    grad_gate = None
+
+    if gate is not None:
+        if norm_before_gate:
+            grad_gate = incoming * (normalized * scale + shift) * slope
+        else:
+            grad_gate = grad_input * wide_input * slope
+            grad_input = grad_input * factor
+
+    return tuple(
+        None
+        if tensor is None
+        else gradient
+        if arithmetic_dtype is torch.float64
+        else gradient.to(tensor.dtype)
+        for tensor, gradient in (
+            (input, grad_input),
+            (weight, sum_of_rows(scaled * normalized)),
+            (gate, grad_gate),
+            (bias, sum_of_rows(scaled)),
+        )
+    )
+
+
+def gated_rms_norm_backward_errors(grad_output, input, *args, **options):
+    """How far right gradients may be from those in float64, before they are rounded.
+
+    32 roundings in float32 of each of the terms that are added (they may cancel): the chain
+    up to the norm takes 8, and so does the one from it; the logarithm of the group's size
+    is up to 14. What is added over rows takes at most one more for each, and no more than
+    256, as programs and steps share the rows.
+
+    :param options: The other arguments of `gated_rms_norm_backward`.
+    :return: Float64 tensors of the shapes of input, weight, gate and bias, or None.
+    """
+
+    options = {**options, "arithmetic_dtype": torch.float64, "of_magnitudes": True}
+    magnitudes = gated_rms_norm_backward(grad_output, input, *args, **options)
+    num_rows = input.numel() // max(input.shape[-1], 1)
+    units = 32, 32 + min(num_rows, 256), 32, 32 + min(num_rows, 256)
+
+    return tuple(
+        None if magnitude is None else count * 2**-24 * magnitude
+        for count, magnitude in zip(units, magnitudes, strict=True)
+    )
+
+
 def qk_norm_rope(input, weight, rope, eps=1e-6):
     """RMSNorm of every head, then the rotation of its pairs by a complex table.
 

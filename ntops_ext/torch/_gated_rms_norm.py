@@ -8,7 +8,13 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _launch, _layouts, _rows
+from ntops_ext.torch import (
+    _checks,
+    _gated_rms_norm_backward,
+    _launch,
+    _layouts,
+    _rows,
+)
 
 _NAMES = ("input", "weight", "gate", "bias", "out")
 
@@ -87,9 +93,14 @@ def compute(
         return result.contiguous() if out is None else out.copy_(result)
 
     if is_differentiated:
-        raise NotImplementedError(
-            "gated_rms_norm has no gradients as a kernel yet. Call it under"
-            " torch.no_grad(), or with detached tensors."
+        if _layouts.carries_tangents(tensors):
+            raise NotImplementedError(
+                "gated_rms_norm has no forward-mode gradients (tangents) as a kernel: it"
+                " has those of a backward pass."
+            )
+
+        return _gated_rms_norm_backward.GatedRMSNorm.apply(
+            compute, input, weight, gate, bias, *options
         )
 
     if layout.unaddressable:

@@ -1,0 +1,524 @@
+"""The gradients of a gated RMSNorm.
+
+With `v` the input (times `act(gate)` where the gate comes first), `v_hat = v / rms` and `s`
+the incoming gradient (times `act(gate)` where it comes last), over each group of D columns:
+
+    h = (weight_offset + weight) * s
+    d_v = (h - v_hat * mean(v_hat * h)) / rms
+    d_weight = sum over rows of s * v_hat
+    d_bias = sum over rows of s
+    d_gate = act'(gate) * (v_hat * (weight_offset + weight) + bias) * grad_output
+        where the gate comes last, act'(gate) * input * d_v where it comes first
+
+A program takes one group of a run of rows, some rows at a time, while those of the next
+steps are on their way to shared memory. It keeps its sums over rows in registers and writes
+them, once, as one row of a workspace of partial sums, which a second kernel adds. Of a group
+too wide to be held, a kernel finds the two means, and then programs take pieces of it.
+
+As in the forward kernel, all arithmetic is in float32 and no order of additions is left to a
+compiler: rows are added one after the other, then by a tree.
+"""
+
+import functools
+
+import ninetoothed
+import ninetoothed.language as ntl
+from ninetoothed import Tensor
+
+from ntops_ext.kernels import gated_rms_norm
+from ntops_ext.kernels.gated_rms_norm import (
+    _inverse_root,
+    _one_plus_exp,
+    _sum_of_columns,
+)
+
+
+_STATISTICS = ("scales", "mean_products")
+
+
+def arrangement(*tensors, row_tile, columns_per_program, max_row_blocks):
+    """One program takes some columns, a group or a piece of one, of a run of tiles of rows.
+
+    It sees of a tensor a list of tiles of (rows, columns), of a parameter (columns,), of
+    statistics a list of tiles (rows, 1), and of partial sums (1, columns).
+
+    :param tensors: Tensors of one shape `(*rows, N)`, of which the first is one, parameters
+        `(N,)`, statistics `(*rows, 1)`, partial sums `(row_blocks, N)`, whose names end in
+        `_partials`, and scalars.
+    :param row_tile: The rows of a tile along each of the row dimensions.
+    :param columns_per_program: The columns of a program.
+    :param max_row_blocks: The most runs that rows are cut into.
+    """
+
+    num_row_dims = len(row_tile)
+
+    def arrange_rows(tensor, columns):
+        tiles = tensor.tile((*row_tile, columns))
+
+        if num_row_dims > 1:
+            tiles.dtype = tiles.dtype.flatten(0, num_row_dims)
+            tiles = tiles.flatten(0, num_row_dims)
+
+        tiles_per_program = (tiles.shape[0] + max_row_blocks - 1) // max_row_blocks
+        arranged = tiles.tile((tiles_per_program, 1))
+        arranged.dtype = arranged.dtype.squeeze(1)
+
+        return arranged
+
+    grid = arrange_rows(tensors[0], columns_per_program).shape
+
+    def arrange(tensor):
+        if tensor.ndim == 0:
+            return tensor
+
+        if tensor.ndim == 1:
+            arranged = tensor.tile((columns_per_program,)).unsqueeze(0)
+
+            return arranged.expand((grid[0], -1))
+
+        if tensor.source.name.endswith("_partials"):
+            return tensor.tile((1, columns_per_program))
+
+        if tensor.shape[-1] == 1 and tensor is not tensors[0]:
+            return arrange_rows(tensor, 1).expand((-1, grid[1]))
+
+        return arrange_rows(tensor, columns_per_program)
+
+    return tuple(arrange(tensor) for tensor in tensors)
+
+
+def statistics_arrangement(*tensors, num_row_dims, group_size, columns_per_piece):
+    """One program takes one row, piece by piece.
+
+    :param tensors: As `arrangement` takes them, but for partial sums.
+    """
+
+    row_tile = (1,) * num_row_dims
+
+    def arrange_statistics(tensor):
+        arranged = tensor.tile((*row_tile, 1))
+
+        if num_row_dims > 1:
+            arranged.dtype = arranged.dtype.flatten(0, num_row_dims)
+
+        return arranged
+
+    others = [one for one in tensors if one.source.name not in _STATISTICS]
+    arranged = iter(
+        gated_rms_norm.arrangement(
+            *others,
+            row_tile=row_tile,
+            group_size=group_size,
+            columns_per_piece=columns_per_piece,
+        )
+    )
+
+    return tuple(
+        arrange_statistics(one) if one.source.name in _STATISTICS else next(arranged)
+        for one in tensors
+    )
+
+
+def sum_arrangement(partials, output, *, rows_per_step, columns_per_program):
+    """One program takes some columns of all rows, some rows at a time."""
+
+    arranged = partials.tile((rows_per_step, columns_per_program)).tile((-1, 1))
+    arranged.dtype = arranged.dtype.squeeze(1)
+
+    return arranged, output.tile((columns_per_program,)).unsqueeze(0)
+
+
+def _sigmoid(sigmoid_argument, is_precise):
+    if is_precise:
+        sigmoid_divisor = _one_plus_exp(sigmoid_argument * -1.0)
+        sigmoid_value = ntl.div_rn(1.0, sigmoid_divisor)
+    else:
+        # A quotient takes 7 instructions, this 2; either is 2 units of a float32 off.
+        sigmoid_root = ntl.rsqrt(1.0 + ntl.exp(sigmoid_argument * -1.0))
+        sigmoid_value = sigmoid_root * sigmoid_root
+
+    return sigmoid_value
+
+
+def _complement_of_sigmoid(complement_argument, activation, is_precise):
+    # 1 - sigmoid(z). That of silu is added to what is larger; that of a sigmoid is a factor,
+    # which may not cancel: it is sigmoid(-z).
+    if is_precise:
+        if activation == 1:
+            complement_divisor = _one_plus_exp(complement_argument * -1.0)
+            complement = 1.0 - ntl.div_rn(1.0, complement_divisor)
+        else:
+            complement_divisor = _one_plus_exp(complement_argument)
+            complement = ntl.div_rn(1.0, complement_divisor)
+    else:
+        if activation == 1:
+            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument * -1.0))
+            complement = ntl.fma(complement_root * -1.0, complement_root, 1.0)
+        else:
+            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument))
+            complement = complement_root * complement_root
+
+    return complement
+
+
+def _sum_of_rows(terms):
+    # The sum along the first axis, whose length is a power of two, with that axis kept.
+    row_sums = terms
+
+    for _ in ntl.static_range(12):
+        if row_sums.shape[0] > 1:
+            row_sums = ntl.sum(
+                ntl.reshape(row_sums, (2, row_sums.shape[0] // 2, row_sums.shape[1])), 0
+            )
+
+    return row_sums
+
+
+def gated_rms_norm_backward_application(
+    grad_output,
+    input,
+    gate,
+    weight,
+    bias,
+    scales,
+    mean_products,
+    grad_input,
+    grad_gate,
+    weight_partials,
+    bias_partials,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+    needs_input,
+    needs_gate,
+    needs_weight,
+    needs_bias,
+    holds_statistics,
+    holds_parameters,
+    num_columns_held,
+    pipeline_stages,
+):
+    # Not used for what it holds: for its shape.
+    first_tile = input[0]
+    column = ntl.arange(0, first_tile.shape[1])
+
+    if holds_parameters:
+        scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
+        wide_bias = ntl.cast(bias, ntl.float32)
+
+    if needs_weight:
+        weight_sum = ntl.zeros(first_tile.shape, ntl.float32)
+
+    if needs_bias:
+        bias_sum = ntl.zeros(first_tile.shape, ntl.float32)
+
+    for step in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
+        input_loaded = input[step]
+        incoming = ntl.cast(grad_output[step], ntl.float32)
+        wide_input = ntl.cast(input_loaded, ntl.float32)
+        value = wide_input
+        scaled = incoming
+
+        if activation != 0:
+            gate_loaded = gate[step]
+            is_precise = (
+                input_loaded.dtype == ntl.float32 or gate_loaded.dtype == ntl.float32
+            )
+            wide_gate = ntl.cast(gate_loaded, ntl.float32)
+            sigmoid = _sigmoid(wide_gate, is_precise)
+            complement = _complement_of_sigmoid(wide_gate, activation, is_precise)
+
+            if activation == 1:
+                factor = wide_gate * sigmoid
+                slope = ntl.fma(factor, complement, sigmoid)
+            else:
+                factor = sigmoid
+                slope = sigmoid * complement
+
+            if norm_before_gate:
+                scaled = incoming * factor
+            else:
+                value = wide_input * factor
+
+        if first_tile.shape[1] != num_columns_held:
+            value = ntl.where(column[None, :] < num_columns_held, value, 0.0)
+
+        if holds_parameters == 0:
+            scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
+            wide_bias = ntl.cast(bias, ntl.float32)
+
+        weighted = scaled * scaled_weight
+
+        if holds_statistics:
+            scale = scales[step]
+            mean_product = mean_products[step]
+        else:
+            square_total = _sum_of_columns(ntl.fma(value, value, 0.0))
+            product_total = _sum_of_columns(ntl.fma(value, weighted, 0.0))
+            scale = _inverse_root(
+                ntl.fma(square_total, inverse_group_size, eps),
+                input_loaded.dtype == ntl.float32,
+            )
+            mean_product = product_total * scale * inverse_group_size
+
+        normalized = value * scale
+
+        if needs_weight:
+            weight_sum = ntl.fma(scaled, normalized, weight_sum)
+
+        if needs_bias:
+            if activation != 0 and norm_before_gate:
+                bias_sum = ntl.fma(incoming, factor, bias_sum)
+            else:
+                bias_sum = bias_sum + incoming
+
+        grad_value = ntl.fma(normalized, mean_product * -1.0, weighted) * scale
+
+        if needs_gate:
+            if norm_before_gate:
+                ungated = ntl.fma(normalized, scaled_weight, wide_bias)
+                grad_gate[step] = incoming * ungated * slope
+            else:
+                grad_gate[step] = grad_value * wide_input * slope
+
+        if needs_input:
+            if activation != 0 and norm_before_gate == 0:
+                grad_input[step] = grad_value * factor
+            else:
+                grad_input[step] = grad_value
+
+    if needs_weight:
+        weight_total = _sum_of_rows(weight_sum)
+        weight_partials = weight_total  # noqa: F841
+
+    if needs_bias:
+        bias_total = _sum_of_rows(bias_sum)
+        bias_partials = bias_total  # noqa: F841
+
+
+def gated_rms_norm_statistics_application(
+    grad_output,
+    input,
+    gate,
+    weight,
+    scales,
+    mean_products,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """1 / rms of a row, and the mean of `v_hat * h`."""
+    squares = ntl.zeros(input.dtype.shape, ntl.float32)
+    products = ntl.zeros(input.dtype.shape, ntl.float32)
+
+    for piece in range(input.shape[0]):
+        value_loaded = input[piece]
+        value = ntl.cast(value_loaded, ntl.float32)
+        scaled = ntl.cast(grad_output[piece], ntl.float32)
+        scaled_weight = weight_offset + ntl.cast(weight[piece], ntl.float32)
+
+        if activation != 0:
+            gate_loaded = gate[piece]
+            is_precise = (
+                value_loaded.dtype == ntl.float32 or gate_loaded.dtype == ntl.float32
+            )
+            factor = ntl.cast(gate_loaded, ntl.float32)
+            sigmoid = _sigmoid(factor, is_precise)
+
+            if activation == 1:
+                factor = factor * sigmoid
+            else:
+                factor = sigmoid
+
+            if norm_before_gate:
+                scaled = scaled * factor
+            else:
+                value = value * factor
+
+        squares = ntl.fma(value, value, squares)
+        products = ntl.fma(value, scaled * scaled_weight, products)
+
+    square_total = _sum_of_columns(squares)
+    product_total = _sum_of_columns(products)
+    scale = _inverse_root(
+        ntl.fma(square_total, inverse_group_size, eps), value_loaded.dtype == ntl.float32
+    )
+    mean_product = product_total * scale * inverse_group_size
+    scales = scale  # noqa: F841
+    mean_products = mean_product  # noqa: F841
+
+
+def sum_of_partials_application(partials, output):
+    first_tile = partials[0]
+    column_sum = ntl.zeros(first_tile.shape, ntl.float32)
+
+    for step in range(partials.shape[0]):
+        column_sum = column_sum + partials[step]
+
+    total = _sum_of_rows(column_sum)
+    output = ntl.reshape(total, (total.shape[1],))  # noqa: F841
+
+
+def _scalar(name):
+    return Tensor(0, dtype=ninetoothed.float64, name=name)
+
+
+def _choice(name):
+    return Tensor(0, constexpr=True, name=name)
+
+
+def _inputs(num_row_dims, num_columns, padding, gate, weight):
+    # Sizes are those of the first tensor: fewer arguments, and fewer divisions by them.
+    grad_output = Tensor(
+        shape=(*(None for _ in range(num_row_dims)), num_columns),
+        name="grad_output",
+        other=0,
+    )
+
+    return (
+        grad_output,
+        Tensor(shape=grad_output.shape, name="input", other=padding),
+        Tensor(shape=grad_output.shape, name="gate", other=padding)
+        if gate
+        else _scalar("gate"),
+        # What lies behind the last column enters the sum of products.
+        Tensor(shape=(num_columns,), name="weight", other=0)
+        if weight
+        else _scalar("weight"),
+    )
+
+
+def premake(
+    num_columns,
+    columns_per_program,
+    *,
+    row_tile,
+    max_row_blocks,
+    statistics=False,
+    padding=0,
+    gate=True,
+    weight=True,
+    bias=False,
+):
+    """The arrangement, the application and the tensors of the gradients.
+
+    The handle takes `grad_output`, `input`, `gate`, `weight`, `bias`, `scales`,
+    `mean_products`, `grad_input`, `grad_gate`, `weight_partials`, `bias_partials`; the
+    scalars `inverse_group_size` (1 / D), `eps`, `weight_offset`; and, compiled in,
+    `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
+    `holds_statistics` (whether `statistics`), `holds_parameters` (whether weight and bias
+    stay in registers), `num_columns_held` and `pipeline_stages` (of how many steps the
+    tensors are on their way at once). What is absent is a number, as for the forward kernel;
+    a gradient that is not needed is any tensor of its shape, and is not written.
+
+    :param num_columns: N, the size of the last dimension.
+    :param columns_per_program: D, which divides N; or the columns of a piece, a power of
+        two, of a single group whose `statistics` are given.
+    :param row_tile: The rows of a tile along each row dimension, powers of two.
+    :param max_row_blocks: The most runs that rows are cut into, with a partial sum each.
+    :param statistics: Whether `scales` and `mean_products` are given, not found.
+    :param padding: What stands for input and gate in rows behind the last. Zeros have no
+        norm where `eps` is 0: then it is 1, and `num_columns_held` must be D, so that
+        columns behind the last are zeros still; otherwise it is D, rounded up to a power of
+        two.
+    :param gate: Whether there is a gate; likewise `weight` and `bias`.
+    """
+
+    inputs = _inputs(len(row_tile), num_columns, padding, gate, weight)
+    shape = inputs[0].shape
+
+    def statistic(name):
+        if not statistics:
+            return _scalar(name)
+
+        return Tensor(shape=(*shape[:-1], 1), name=name, other=0)
+
+    def partials(name):
+        return Tensor(shape=(None, num_columns), name=name)
+
+    tensors = (
+        *inputs,
+        Tensor(shape=(num_columns,), name="bias") if bias else _scalar("bias"),
+        statistic("scales"),
+        statistic("mean_products"),
+        Tensor(shape=shape, name="grad_input"),
+        Tensor(shape=shape, name="grad_gate"),
+        partials("weight_partials"),
+        partials("bias_partials"),
+        _scalar("inverse_group_size"),
+        _scalar("eps"),
+        _scalar("weight_offset"),
+        _choice("activation"),
+        _choice("norm_before_gate"),
+        _choice("needs_input"),
+        _choice("needs_gate"),
+        _choice("needs_weight"),
+        _choice("needs_bias"),
+        _choice("holds_statistics"),
+        _choice("holds_parameters"),
+        _choice("num_columns_held"),
+        _choice("pipeline_stages"),
+    )
+    arrangement_ = functools.partial(
+        arrangement,
+        row_tile=tuple(row_tile),
+        columns_per_program=columns_per_program,
+        max_row_blocks=max_row_blocks,
+    )
+
+    return arrangement_, gated_rms_norm_backward_application, tensors
+
+
+def premake_statistics(
+    group_size, *, num_row_dims, columns_per_piece, gate=True, weight=True
+):
+    """What `premake` may be given, of one group that is read piece by piece.
+
+    The handle takes `grad_output`, `input`, `gate`, `weight`, `scales`, `mean_products`,
+    `inverse_group_size`, `eps`, `weight_offset`, `activation`, `norm_before_gate`.
+    """
+
+    inputs = _inputs(num_row_dims, group_size, 0, gate, weight)
+    tensors = (
+        *inputs,
+        *(
+            Tensor(shape=(*inputs[0].shape[:-1], 1), name=name)
+            for name in _STATISTICS
+        ),
+        _scalar("inverse_group_size"),
+        _scalar("eps"),
+        _scalar("weight_offset"),
+        _choice("activation"),
+        _choice("norm_before_gate"),
+    )
+    arrangement_ = functools.partial(
+        statistics_arrangement,
+        num_row_dims=num_row_dims,
+        group_size=group_size,
+        columns_per_piece=columns_per_piece,
+    )
+
+    return arrangement_, gated_rms_norm_statistics_application, tensors
+
+
+def premake_sum(num_columns, *, rows_per_step, columns_per_program):
+    """The sum of the rows of `partials`, float32, in a fixed order, rounded once.
+
+    The handle takes `partials` `(row_blocks, N)` and `output` `(N,)`.
+    """
+
+    arrangement_ = functools.partial(
+        sum_arrangement,
+        rows_per_step=rows_per_step,
+        columns_per_program=columns_per_program,
+    )
+    tensors = (
+        Tensor(shape=(None, num_columns), name="partials", other=0),
+        Tensor(shape=(num_columns,), name="output"),
+    )
+
+    return arrangement_, sum_of_partials_application, tensors

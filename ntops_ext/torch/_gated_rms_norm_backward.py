@@ -1,0 +1,461 @@
+"""The gradients of `ntops_ext.torch.gated_rms_norm`: what autograd calls, and its launches."""
+
+import dataclasses
+import math
+
+import torch
+
+from ntops_ext import configs, reference
+from ntops_ext._handles import import_kernels, make_handle
+from ntops_ext.torch import _checks, _launch, _layouts, _rows
+
+_NAMES = ("grad_output", "input", "weight", "gate", "bias")
+
+# Below, a float32 is subnormal, which an inverse root on a GPU takes for 0.
+_SMALLEST_EPS = 2.0**-126
+
+
+class GatedRMSNorm(torch.autograd.Function):
+    """`gated_rms_norm` with gradients, once.
+
+    Of a call only its tensors are kept: what the gradients need besides is computed anew.
+    """
+
+    @staticmethod
+    def forward(ctx, compute, input, weight, gate, bias, *options):
+        ctx.save_for_backward(input, weight, gate, bias)
+        ctx.options = options
+
+        return compute(input, weight, gate, bias, *options, None)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        tensors = ctx.saved_tensors
+        needs_input_grad = ctx.needs_input_grad[1:5]
+        gradients = _Gradients.apply(
+            grad_output, *tensors, ctx.options, needs_input_grad
+        )
+
+        return None, *gradients, *(None for _ in ctx.options)
+
+
+class _Gradients(torch.autograd.Function):
+    # Where a graph of the gradients is asked for, this is the node that says there is none.
+
+    @staticmethod
+    def forward(ctx, grad_output, input, weight, gate, bias, options, needs_input_grad):
+        grad_input, grad_weight, grad_gate, grad_bias = backward(
+            grad_output, input, weight, gate, bias, *options, needs_input_grad
+        )
+
+        return grad_input, grad_weight, grad_gate, grad_bias
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            "gated_rms_norm has first gradients only: its backward pass is a kernel, which"
+            " has no gradients of its own. Leave out `create_graph=True`, or differentiate"
+            " `ntops_ext.reference.gated_rms_norm`."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One launch, or two: a run of rows, and all columns or those of one wide group.
+
+    :param views: Of `grad_output`, `input`, a gradient, and `gate`.
+    :param columns: The slice of the columns; `None` if all.
+    :param first_block: The first row of the workspace that is this part's.
+    :param num_blocks: How many rows of it are.
+    """
+
+    views: tuple
+    row_tile: tuple
+    columns: slice | None
+    first_block: int
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """What is known of all calls with these layouts and options."""
+
+    group_size: int
+    eps: float
+    weight_offset: float
+    unaddressable: tuple
+    config: configs.GatedRMSNormBackwardConfig
+    parts: list
+    num_blocks: int
+    # The handles of each part, and of the sums, once they were made.
+    handles: list = dataclasses.field(default_factory=list)
+
+
+def backward(
+    grad_output,
+    input,
+    weight,
+    gate,
+    bias,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+    needs_input_grad,
+):
+    """The gradients of input, weight, gate and bias, in that order.
+
+    The arguments are those of a call of `gated_rms_norm` that was checked.
+
+    :param grad_output: The gradient of its result: of any strides, and of any of its dtypes.
+    :param needs_input_grad: Which of the four are needed.
+    :return: New contiguous tensors, each of the dtype of its own tensor; None where none is
+        needed, or the tensor is absent.
+    :raises TypeError: If `grad_output` is not a dense tensor of one of the dtypes.
+    :raises ValueError: If it is of another shape or on another device than `input`.
+    """
+
+    if grad_output.is_neg():
+        grad_output = grad_output.resolve_neg()
+
+    arguments = (grad_output, input, weight, gate, bias)
+    tensors = [tensor for tensor in arguments if tensor is not None]
+    options = (eps, group_size, norm_before_gate, activation, weight_offset)
+    is_present = tuple(tensor is not None for tensor in arguments)
+    mode = (*options, *map(type, options), *is_present)
+    layout = _layouts_of_calls.get(mode, tensors, arguments, *options)
+    needs = tuple(map(_both, needs_input_grad, is_present[1:]))
+
+    if not _launch.runs_kernel(input):
+        gradients = reference.gated_rms_norm_backward(
+            grad_output,
+            input,
+            weight,
+            gate,
+            bias=bias,
+            eps=layout.eps,
+            group_size=layout.group_size,
+            norm_before_gate=norm_before_gate,
+            activation=activation,
+            weight_offset=layout.weight_offset,
+        )
+
+        return tuple(
+            gradient.contiguous() if is_needed else None
+            for gradient, is_needed in zip(gradients, needs, strict=True)
+        )
+
+    if layout.unaddressable:
+        copied = [
+            tensor.contiguous() if name in layout.unaddressable else tensor
+            for name, tensor in zip(_NAMES, arguments, strict=True)
+        ]
+
+        return backward(*copied, *options, needs_input_grad)
+
+    is_computed = layout.parts and not input.is_meta
+    make = torch.empty if is_computed else torch.zeros
+    gradients = tuple(
+        make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_needed
+        else None
+        for tensor, is_needed in zip(arguments[1:], needs, strict=True)
+    )
+
+    if is_computed and any(needs):
+        _run_kernels(
+            layout, arguments, norm_before_gate, activation, needs, gradients
+        )
+
+    return gradients
+
+
+def _both(first, second):
+    return first and second
+
+
+def _check_layout(
+    grad_output,
+    input,
+    weight,
+    gate,
+    bias,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+):
+    """Check what autograd does not know of, and work out the launches."""
+
+    _checks.check_dtype("grad_output", grad_output, _checks.FLOATING_DTYPES)
+    _checks.check_device("grad_output", grad_output, "input", input)
+    _checks.check_shape("grad_output", grad_output, input.shape, "the shape of `input`")
+
+    num_columns = input.shape[-1]
+    group_size = num_columns if group_size is None else int(group_size)
+    arguments = (grad_output, input, weight, gate, bias)
+    unaddressable = tuple(
+        name
+        for name, tensor in zip(_NAMES, arguments, strict=True)
+        if tensor is not None and not _rows.fits(tensor)
+    )
+    parts, config = [], None
+
+    if input.numel() > 0 and not unaddressable:
+        config = configs.gated_rms_norm_backward_config(
+            group_size, num_columns // group_size
+        )
+        parts = list(_split(grad_output, input, gate, group_size, config))
+
+    return _Layout(
+        group_size=group_size,
+        eps=float(eps),
+        weight_offset=float(weight_offset) + 0.0,
+        unaddressable=unaddressable,
+        config=config,
+        parts=parts,
+        num_blocks=max((part.first_block + part.num_blocks for part in parts), default=0),
+    )
+
+
+_layouts_of_calls = _layouts.Layouts(_NAMES, ("weight", "gate", "bias"), _check_layout)
+
+
+def _split(grad_output, input, gate, group_size, config):
+    num_columns = input.shape[-1]
+    gradient = torch.empty(input.shape, device="meta")
+    tensors = [grad_output, input, gradient]
+
+    if gate is not None:
+        tensors.append(gate)
+
+    columns_of_parts = [None]
+
+    if config.columns_per_piece is not None:
+        columns_of_parts = [
+            slice(start, start + group_size)
+            for start in range(0, num_columns, group_size)
+        ]
+
+    first_block = 0
+
+    for rows in _rows.split_rows(_rows.merge_rows(tensors)):
+        *row_sizes, _ = rows[0].shape
+        row_tile = configs.row_tile(config.rows_per_step, row_sizes)
+        num_tiles = math.prod(
+            -(-size // tile) for size, tile in zip(row_sizes, row_tile, strict=True)
+        )
+        # As `arrangement` of the kernel cuts them.
+        tiles_per_program = -(-num_tiles // config.max_row_blocks)
+        num_blocks = -(-num_tiles // tiles_per_program)
+
+        for columns in columns_of_parts:
+            parts = (
+                rows if columns is None else [tensor[..., columns] for tensor in rows]
+            )
+
+            yield _Part(
+                views=tuple(
+                    _rows.View.of(part, tensor)
+                    for part, tensor in zip(parts, tensors, strict=True)
+                ),
+                row_tile=row_tile,
+                columns=columns,
+                first_block=first_block,
+                num_blocks=num_blocks,
+            )
+
+        first_block += num_blocks
+
+
+def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradients):
+    grad_output, input, weight, gate, bias = arguments
+    kernels = import_kernels()
+
+    if gate is None:
+        activation_code = kernels.gated_rms_norm.NO_GATE
+    elif activation == "sigmoid":
+        activation_code = kernels.gated_rms_norm.SIGMOID
+    else:
+        activation_code = kernels.gated_rms_norm.SILU
+
+    if not layout.handles:
+        # At once: another thread may be here, too.
+        layout.handles[:] = [
+            _make_handles(kernels.gated_rms_norm_backward, layout, arguments)
+        ]
+
+    ((handles_of_parts, sum_handle),) = layout.handles
+    num_columns = input.shape[-1]
+    # What is not needed is not written, and is of no size.
+    weight_partials, bias_partials = (
+        torch.empty(
+            (layout.num_blocks if is_needed else 0, num_columns),
+            dtype=torch.float32,
+            device=input.device,
+        )
+        for is_needed in (needs[1], needs[3])
+    )
+
+    for (handle, statistics_handle), part in zip(
+        handles_of_parts, layout.parts, strict=True
+    ):
+        _run_part(
+            layout,
+            part,
+            handle,
+            statistics_handle,
+            arguments,
+            (activation_code, int(norm_before_gate)),
+            needs,
+            gradients,
+            weight_partials,
+            bias_partials,
+        )
+
+    for partials, gradient in (
+        (weight_partials, gradients[1]),
+        (bias_partials, gradients[3]),
+    ):
+        if gradient is not None:
+            _launch.launch(sum_handle, input.device, partials, gradient)
+
+
+def _run_part(
+    layout,
+    part,
+    handle,
+    statistics_handle,
+    arguments,
+    modes,
+    needs,
+    gradients,
+    weight_partials,
+    bias_partials,
+):
+    _, input, weight, gate, bias = arguments
+    columns = slice(None) if part.columns is None else part.columns
+    blocks = slice(part.first_block, part.first_block + part.num_blocks)
+    grad_output, input = (
+        view.apply(tensor)
+        for view, tensor in zip(part.views[:2], arguments[:2], strict=True)
+    )
+    # An absent tensor is a number for the kernel (see `premake`).
+    gate = 0.0 if gate is None else part.views[3].apply(gate)
+    weight = 1.0 if weight is None else weight[columns]
+    bias = -0.0 if bias is None else bias[columns]
+    scalars = (1.0 / layout.group_size, layout.eps, layout.weight_offset)
+    scales = mean_products = 0.0
+
+    if statistics_handle is not None:
+        scales, mean_products = (
+            torch.empty(
+                (*input.shape[:-1], 1), dtype=torch.float32, device=input.device
+            )
+            for _ in range(2)
+        )
+        _launch.launch(
+            statistics_handle,
+            input.device,
+            grad_output,
+            input,
+            gate,
+            weight,
+            scales,
+            mean_products,
+            *scalars,
+            *modes,
+        )
+
+    grad_input, grad_gate = (
+        input if gradient is None else part.views[2].apply(gradient)
+        for gradient in (gradients[0], gradients[2])
+    )
+    _launch.launch(
+        handle,
+        input.device,
+        grad_output,
+        input,
+        gate,
+        weight,
+        bias,
+        scales,
+        mean_products,
+        grad_input,
+        grad_gate,
+        weight_partials[blocks, columns],
+        bias_partials[blocks, columns],
+        *scalars,
+        *modes,
+        int(needs[0]),
+        int(needs[2]),
+        int(needs[1]),
+        int(needs[3]),
+        int(statistics_handle is not None),
+        int(layout.config.holds_parameters),
+        _num_columns_held(layout),
+        layout.config.pipeline_stages,
+    )
+
+
+def _pads_with_ones(layout):
+    # Rows behind the last are zeros, whose norm is 0 / 0 where `eps` is 0.
+    return layout.eps < _SMALLEST_EPS and layout.config.columns_per_piece is None
+
+
+def _num_columns_held(layout):
+    if layout.config.columns_per_piece is not None:
+        return layout.config.columns_per_piece
+
+    if _pads_with_ones(layout):
+        return layout.group_size
+
+    return configs.next_power_of_2(layout.group_size)
+
+
+def _make_handles(kernel, layout, arguments):
+    _, input, weight, gate, bias = arguments
+    config = layout.config
+    num_columns = input.shape[-1]
+    is_by_pieces = config.columns_per_piece is not None
+    present = {"gate": gate is not None, "weight": weight is not None}
+    handles = []
+
+    for part in layout.parts:
+        handle = make_handle(
+            kernel.premake,
+            num_warps=config.num_warps,
+            num_columns=layout.group_size if is_by_pieces else num_columns,
+            columns_per_program=config.columns_per_piece or layout.group_size,
+            row_tile=part.row_tile,
+            max_row_blocks=config.max_row_blocks,
+            statistics=is_by_pieces,
+            padding=int(_pads_with_ones(layout)),
+            bias=bias is not None,
+            **present,
+        )
+        statistics_handle = None
+
+        if is_by_pieces:
+            statistics_handle = make_handle(
+                kernel.premake_statistics,
+                num_warps=configs.STATISTICS_NUM_WARPS,
+                group_size=layout.group_size,
+                num_row_dims=len(part.row_tile),
+                columns_per_piece=configs.STATISTICS_COLUMNS_PER_PIECE,
+                **present,
+            )
+
+        handles.append((handle, statistics_handle))
+
+    sum_handle = make_handle(
+        kernel.premake_sum,
+        num_warps=configs.SUM_NUM_WARPS,
+        num_columns=num_columns,
+        rows_per_step=configs.SUM_ROWS_PER_STEP,
+        columns_per_program=configs.SUM_COLUMNS_PER_PROGRAM,
+    )
+
+    return handles, sum_handle
