@@ -146,7 +146,11 @@ def gated_rms_norm_backward(
         return means.reshape(tensor.shape)
 
     def sum_of_rows(tensor):
-        return tensor.reshape(-1, num_columns).sum(0) if num_columns else tensor.new_zeros(0)
+        return (
+            tensor.reshape(-1, num_columns).sum(0)
+            if num_columns
+            else tensor.new_zeros(0)
+        )
 
     incoming, wide_input = wide(grad_output), wide(input)
     value, scaled, factor = wide_input, incoming, 1.0

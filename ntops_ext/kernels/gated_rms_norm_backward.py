@@ -32,7 +32,6 @@ from ntops_ext.kernels.gated_rms_norm import (
     _sum_of_columns,
 )
 
-
 _STATISTICS = ("scales", "mean_products")
 
 
@@ -345,7 +344,8 @@ def gated_rms_norm_statistics_application(
     square_total = _sum_of_columns(squares)
     product_total = _sum_of_columns(products)
     scale = _inverse_root(
-        ntl.fma(square_total, inverse_group_size, eps), value_loaded.dtype == ntl.float32
+        ntl.fma(square_total, inverse_group_size, eps),
+        value_loaded.dtype == ntl.float32,
     )
     mean_product = product_total * scale * inverse_group_size
     scales = scale  # noqa: F841
@@ -485,10 +485,7 @@ def premake_statistics(
     inputs = _inputs(num_row_dims, group_size, 0, gate, weight)
     tensors = (
         *inputs,
-        *(
-            Tensor(shape=(*inputs[0].shape[:-1], 1), name=name)
-            for name in _STATISTICS
-        ),
+        *(Tensor(shape=(*inputs[0].shape[:-1], 1), name=name) for name in _STATISTICS),
         _scalar("inverse_group_size"),
         _scalar("eps"),
         _scalar("weight_offset"),

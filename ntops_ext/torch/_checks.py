@@ -19,6 +19,18 @@ def check_tensor(name, value):
     :raises ValueError: If it is a lazily negated view.
     """
 
+    check_kind(name, value)
+
+    if value.is_neg():
+        raise ValueError(
+            f"`{name}` is a view whose elements are negated when PyTorch reads them (such"
+            f" as the imaginary part of a conjugate): pass `{name}.resolve_neg()`."
+        )
+
+
+def check_kind(name, value):
+    """:raises TypeError: If `value` is not a tensor, or a sparse one."""
+
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
 
@@ -26,12 +38,6 @@ def check_tensor(name, value):
         raise TypeError(
             f"`{name}` must be a dense (strided) tensor, but its layout is"
             f" {value.layout}."
-        )
-
-    if value.is_neg():
-        raise ValueError(
-            f"`{name}` is a view whose elements are negated when PyTorch reads them (such"
-            f" as the imaginary part of a conjugate): pass `{name}.resolve_neg()`."
         )
 
 
@@ -69,6 +75,10 @@ def check_shape(name, tensor, expected, meaning):
 
 def check_number(name, value):
     """:raises TypeError, ValueError: If it is not a number that is finite as a float."""
+
+    # The usual case, and the one that `torch.compile` can trace with an unknown value.
+    if type(value) is float and -math.inf < value < math.inf:
+        return
 
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")

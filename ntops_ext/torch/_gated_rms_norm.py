@@ -66,10 +66,7 @@ def compute(
 
     if out is not None:
         if is_differentiated:
-            raise ValueError(
-                "`out` must be None where gradients are recorded: what is written into it"
-                " has none. Use torch.no_grad(), or leave `out` out."
-            )
+            raise no_gradients_into_out()
 
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
 
@@ -139,6 +136,15 @@ def compute(
     return result
 
 
+def no_gradients_into_out():
+    """The error to raise where gradients are recorded and a result is given."""
+
+    return ValueError(
+        "`out` must be None where gradients are recorded: what is written into it has"
+        " none. Use torch.no_grad(), or leave `out` out."
+    )
+
+
 def _check_layout(
     input,
     weight,
@@ -165,6 +171,10 @@ def _check_layout(
         activation,
         weight_offset,
     )
+
+    if out is not None:
+        _check_memory_of_out(out)
+
     unaddressable = tuple(
         name
         for name, tensor in zip(_NAMES[:4], (input, weight, gate, bias), strict=True)
@@ -206,7 +216,8 @@ def check_call(
 ):
     """Refuse what layouts and options decide to be wrong.
 
-    `torch.compile` traces it: nothing here may depend on where a tensor lies in memory.
+    `torch.compile` traces it, with sizes and strides that may be unknown: nothing here
+    sorts them or looks at addresses.
 
     :return: `eps`, `group_size` and `weight_offset` as numbers.
     """
@@ -294,6 +305,9 @@ def _check_out(out, input):
     _checks.check_dtype("out", out, (input.dtype,))
     _checks.check_device("out", out, "input", input)
     _checks.check_shape("out", out, input.shape, "the shape of `input`")
+
+
+def _check_memory_of_out(out):
     _checks.check_no_self_overlap("out", out)
 
     if not _rows.fits(out):

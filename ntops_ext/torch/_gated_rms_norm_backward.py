@@ -52,11 +52,17 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise NotImplementedError(
-            "gated_rms_norm has first gradients only: its backward pass is a kernel, which"
-            " has no gradients of its own. Leave out `create_graph=True`, or differentiate"
-            " `ntops_ext.reference.gated_rms_norm`."
-        )
+        raise no_second_gradients()
+
+
+def no_second_gradients():
+    """The error to raise where a gradient of a gradient is asked for."""
+
+    return NotImplementedError(
+        "gated_rms_norm has first gradients only: its backward pass is a kernel, which has"
+        " no gradients of its own. Leave out `create_graph=True`, or differentiate"
+        " `ntops_ext.reference.gated_rms_norm`."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +170,7 @@ def backward(
     )
 
     if is_computed and any(needs):
-        _run_kernels(
-            layout, arguments, norm_before_gate, activation, needs, gradients
-        )
+        _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradients)
 
     return gradients
 
@@ -216,7 +220,9 @@ def _check_layout(
         unaddressable=unaddressable,
         config=config,
         parts=parts,
-        num_blocks=max((part.first_block + part.num_blocks for part in parts), default=0),
+        num_blocks=max(
+            (part.first_block + part.num_blocks for part in parts), default=0
+        ),
     )
 
 

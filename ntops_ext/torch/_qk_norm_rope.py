@@ -40,10 +40,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
-        raise NotImplementedError(
-            "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with"
-            " detached tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
-        )
+        raise no_gradients()
 
     if out is not None:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -78,10 +75,23 @@ def qk_norm_rope(input, weight, rope, eps, out):
     return output
 
 
+def no_gradients():
+    """The error to raise where gradients are recorded."""
+
+    return NotImplementedError(
+        "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with detached"
+        " tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
+    )
+
+
 def _check_layout(input, weight, rope, out):
     """Check what the layouts alone decide, and work out the launches."""
 
     check_call(input, weight, rope, out)
+
+    if out is not None:
+        _checks.check_no_self_overlap("out", out)
+
     written = torch.empty(input.shape, device="meta") if out is None else out
     rows = [
         _heads.rows_of(input),
@@ -108,7 +118,6 @@ def check_call(input, weight, rope, out):
         _heads.check_heads("out", out, "input", input)
         _checks.check_shape("out", out, input.shape, "the shape of `input`")
         _heads.check_dense_heads("out", out)
-        _checks.check_no_self_overlap("out", out)
 
 
 layouts = _layouts.Layouts(_NAMES, ("out",), _check_layout)

@@ -73,11 +73,7 @@ def qk_norm_rope_pack_(
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
-        raise NotImplementedError(
-            "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
-            " `torch.no_grad()` or with detached tensors, or use the differentiable"
-            " `ntops_ext.reference.qk_norm_rope` and `torch.cat`."
-        )
+        raise no_gradients()
 
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     prefixes_are_kept = layout.verdicts.get(addresses)
@@ -121,6 +117,16 @@ def qk_norm_rope_pack_(
     return q, k_out, v_out
 
 
+def no_gradients():
+    """The error to raise where gradients are recorded."""
+
+    return NotImplementedError(
+        "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
+        " `torch.no_grad()` or with detached tensors, or use the differentiable"
+        " `ntops_ext.reference.qk_norm_rope` and `torch.cat`."
+    )
+
+
 def _check_writable(*written):
     """:raises ValueError: If PyTorch would refuse to write, which it does one by one."""
 
@@ -141,6 +147,10 @@ def _check_layout(
     check_call(
         q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src
     )
+
+    for name, tensor in zip(_WRITTEN, (q, k_out, v_out), strict=True):
+        _checks.check_no_self_overlap(name, tensor)
+
     batch, num_rows = k_out.shape[:2]
     chunks = []
 
@@ -183,10 +193,6 @@ def check_call(
     _heads.check_weight("q_weight", q_weight, "q", q)
     _heads.check_weight("k_weight", k_weight, "q", q)
     _heads.check_rope(rope, "q", q)
-
-    for name, tensor in (("q", q), ("k_out", k_out), ("v_out", v_out)):
-        if tensor.numel():
-            _checks.check_no_self_overlap(name, tensor)
 
 
 layouts = _layouts.Layouts(_NAMES, ("k_src", "v_src"), _check_layout)

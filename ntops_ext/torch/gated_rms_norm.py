@@ -1,8 +1,9 @@
 """`ntops_ext.torch.gated_rms_norm`."""
 
 import torch
+from torch.compiler import is_compiling
 
-from ntops_ext.torch import _gated_rms_norm
+from ntops_ext.torch import _compiled, _gated_rms_norm
 
 
 def gated_rms_norm(
@@ -65,6 +66,20 @@ def gated_rms_norm(
     >>> gated_rms_norm(torch.tensor([[1.0, 7.0]]), eps=0.0)
     tensor([[0.2000, 1.4000]])
     """
+
+    if is_compiling():
+        return _compiled.gated_rms_norm(
+            input,
+            weight,
+            gate,
+            bias,
+            eps,
+            group_size,
+            norm_before_gate,
+            activation,
+            weight_offset,
+            out,
+        )
 
     return _gated_rms_norm.compute(
         input,

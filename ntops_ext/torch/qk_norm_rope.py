@@ -1,8 +1,9 @@
 """`ntops_ext.torch.qk_norm_rope`."""
 
 import torch
+from torch.compiler import is_compiling
 
-from ntops_ext.torch import _qk_norm_rope
+from ntops_ext.torch import _compiled, _qk_norm_rope
 
 
 def qk_norm_rope(
@@ -52,5 +53,8 @@ def qk_norm_rope(
     >>> qk_norm_rope(heads, torch.ones(4), quarter_turn, eps=0.0)[0, 0, 0]
     tensor([-1.,  1., -1.,  1.])
     """
+
+    if is_compiling():
+        return _compiled.qk_norm_rope(input, weight, rope, eps, out)
 
     return _qk_norm_rope.qk_norm_rope(input, weight, rope, eps, out)

@@ -1,8 +1,9 @@
 """`ntops_ext.torch.qk_norm_rope_pack_`."""
 
 import torch
+from torch.compiler import is_compiling
 
-from ntops_ext.torch import _qk_norm_rope_pack
+from ntops_ext.torch import _compiled, _qk_norm_rope_pack
 
 
 def qk_norm_rope_pack_(
@@ -62,6 +63,21 @@ def qk_norm_rope_pack_(
     >>> k_out.flatten(), v_out.flatten()
     (tensor([7., 7., 1., 1.]), tensor([7., 7., 1., 1.]))
     """
+
+    if is_compiling():
+        return _compiled.qk_norm_rope_pack_(
+            q,
+            k_out,
+            v_out,
+            q_weight,
+            k_weight,
+            rope,
+            k_prefix,
+            v_prefix,
+            k_src,
+            v_src,
+            eps,
+        )
 
     return _qk_norm_rope_pack.qk_norm_rope_pack_(
         q,

@@ -1,0 +1,241 @@
+"""The operators in graphs: what `torch.compile` and `torch.export` trace in place of an eager call.
+
+Each is traced through the eager call's own checks to one custom operator, which makes the
+eager call when the graph runs. What a trace cannot see, addresses and lazy negatives, is
+checked by that call, before it writes anything.
+"""
+
+import torch
+
+from ntops_ext.torch import (
+    _checks,
+    _custom_ops,
+    _gated_rms_norm,
+    _gated_rms_norm_backward,
+    _qk_norm_rope,
+    _qk_norm_rope_pack,
+)
+
+
+def gated_rms_norm(
+    input,
+    weight,
+    gate,
+    bias,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+    out,
+):
+    """`ntops_ext.torch.gated_rms_norm`, traced."""
+
+    _check_kinds(
+        {"input": input},
+        {"weight": weight, "gate": gate, "bias": bias, "out": out},
+    )
+    eps, group_size, weight_offset = _gated_rms_norm.check_call(
+        input,
+        weight,
+        gate,
+        bias,
+        out,
+        eps,
+        group_size,
+        norm_before_gate,
+        activation,
+        weight_offset,
+    )
+    arguments = (
+        input,
+        weight,
+        gate,
+        bias,
+        eps,
+        group_size,
+        norm_before_gate,
+        activation,
+        weight_offset,
+    )
+
+    if out is None:
+        return _gated_rms_norm_operator(*arguments)
+
+    if _is_differentiated(input, weight, gate, bias, out):
+        raise _gated_rms_norm.no_gradients_into_out()
+
+    _gated_rms_norm_out_operator(*arguments, out)
+
+    return out
+
+
+def qk_norm_rope(input, weight, rope, eps, out):
+    """`ntops_ext.torch.qk_norm_rope`, traced."""
+
+    _check_kinds({"input": input, "weight": weight, "rope": rope}, {"out": out})
+    _qk_norm_rope.check_call(input, weight, rope, out)
+    eps = _checks.check_eps(eps)
+
+    if _is_differentiated(input, weight, rope, out):
+        raise _qk_norm_rope.no_gradients()
+
+    if out is None:
+        return _qk_norm_rope_operator(input, weight, rope, eps)
+
+    _qk_norm_rope_out_operator(input, weight, rope, eps, out)
+
+    return out
+
+
+def qk_norm_rope_pack_(
+    q,
+    k_out,
+    v_out,
+    q_weight,
+    k_weight,
+    rope,
+    k_prefix,
+    v_prefix,
+    k_src,
+    v_src,
+    eps,
+):
+    """`ntops_ext.torch.qk_norm_rope_pack_`, traced."""
+
+    heads_and_weights = {
+        "q": q,
+        "k_out": k_out,
+        "v_out": v_out,
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "rope": rope,
+        "k_prefix": k_prefix,
+        "v_prefix": v_prefix,
+    }
+    sources = {"k_src": k_src, "v_src": v_src}
+    _check_kinds(heads_and_weights, sources)
+    arguments = (*heads_and_weights.values(), *sources.values())
+    _qk_norm_rope_pack.check_call(*arguments)
+    eps = _checks.check_eps(eps)
+
+    if _is_differentiated(*arguments):
+        raise _qk_norm_rope_pack.no_gradients()
+
+    _qk_norm_rope_pack_operator(*arguments, eps)
+
+    return q, k_out, v_out
+
+
+def _check_kinds(required, optional):
+    for name, tensor in required.items():
+        _checks.check_kind(name, tensor)
+
+    for name, tensor in optional.items():
+        if tensor is not None:
+            _checks.check_kind(name, tensor)
+
+
+def _is_differentiated(*tensors):
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+# -- `gated_rms_norm`. -----------------------------------------------------------------
+
+_GATED_RMS_NORM_ARGUMENTS = (
+    "Tensor input, Tensor? weight, Tensor? gate, Tensor? bias, float eps,"
+    " SymInt group_size, bool norm_before_gate, str activation, float weight_offset"
+)
+
+
+def _contiguous_like(tensor):
+    return tensor.new_empty(tensor.shape)
+
+
+_gated_rms_norm_operator = _custom_ops.define(
+    f"gated_rms_norm({_GATED_RMS_NORM_ARGUMENTS}) -> Tensor",
+    lambda *arguments: _gated_rms_norm.compute(*arguments, None),
+    lambda input, *_: _contiguous_like(input),
+)
+
+_gated_rms_norm_out_operator = _custom_ops.define(
+    f"gated_rms_norm_out({_GATED_RMS_NORM_ARGUMENTS}, Tensor(a!) out) -> ()",
+    lambda *arguments: _returning_nothing(_gated_rms_norm.compute(*arguments)),
+    lambda *_: None,
+)
+
+_gated_rms_norm_backward_operator = _custom_ops.define(
+    f"gated_rms_norm_backward(Tensor grad_output, {_GATED_RMS_NORM_ARGUMENTS},"
+    " bool[] needs_input_grad) -> Tensor[]",
+    lambda *arguments: _present(_gated_rms_norm_backward.backward(*arguments)),
+    lambda _, *arguments: [
+        _contiguous_like(tensor)
+        for tensor, is_needed in zip(arguments[:4], arguments[-1], strict=True)
+        if is_needed
+    ],
+)
+
+
+def _gated_rms_norm_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _gated_rms_norm_gradients(ctx, grad_output):
+    needs_input_grad = ctx.needs_input_grad[:4]
+    gradients = iter(
+        _gated_rms_norm_backward_operator(
+            grad_output, *ctx.saved_tensors, *ctx.options, needs_input_grad
+        )
+    )
+
+    return (
+        *(next(gradients) if is_needed else None for is_needed in needs_input_grad),
+        *(None for _ in ctx.options),
+    )
+
+
+def _no_second_gradients(ctx, *grad_outputs):
+    raise _gated_rms_norm_backward.no_second_gradients()
+
+
+_custom_ops.differentiate(
+    _gated_rms_norm_operator, _gated_rms_norm_setup_context, _gated_rms_norm_gradients
+)
+_custom_ops.differentiate(_gated_rms_norm_backward_operator, None, _no_second_gradients)
+
+
+def _present(tensors):
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _returning_nothing(_):
+    return None
+
+
+# -- `qk_norm_rope` and `qk_norm_rope_pack_`. ------------------------------------------
+
+_qk_norm_rope_operator = _custom_ops.define(
+    "qk_norm_rope(Tensor input, Tensor weight, Tensor rope, float eps) -> Tensor",
+    lambda *arguments: _qk_norm_rope.qk_norm_rope(*arguments, None),
+    lambda input, *_: _contiguous_like(input),
+)
+
+_qk_norm_rope_out_operator = _custom_ops.define(
+    "qk_norm_rope_out(Tensor input, Tensor weight, Tensor rope, float eps,"
+    " Tensor(a!) out) -> ()",
+    lambda *arguments: _returning_nothing(_qk_norm_rope.qk_norm_rope(*arguments)),
+    lambda *_: None,
+)
+
+_qk_norm_rope_pack_operator = _custom_ops.define(
+    "qk_norm_rope_pack(Tensor(a!) q, Tensor(b!) k_out, Tensor(c!) v_out,"
+    " Tensor q_weight, Tensor k_weight, Tensor rope, Tensor k_prefix, Tensor v_prefix,"
+    " Tensor? k_src, Tensor? v_src, float eps) -> ()",
+    lambda *arguments: _returning_nothing(
+        _qk_norm_rope_pack.qk_norm_rope_pack_(*arguments)
+    ),
+    lambda *_: None,
+)

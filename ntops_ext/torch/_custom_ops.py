@@ -1,0 +1,45 @@
+"""Operators as PyTorch's dispatcher knows them: what `torch.compile` and `torch.export` put into their graphs.
+
+Only tracing gets here. An eager call goes past the dispatcher, which costs more than a
+kernel's launch; what a custom operator does when it runs is that eager call.
+"""
+
+import torch
+
+_LIBRARY = torch.library.Library("ntops_ext", "DEF")  # noqa: TOR901
+
+
+def define(schema, implementation, fake):
+    """A custom operator `torch.ops.ntops_ext.NAME`.
+
+    :param schema: Its name, arguments, with what it writes, and results.
+    :param implementation: What it does, on every device. Gradients are none of its
+        business: it runs without grad mode, below autograd.
+    :param fake: What it returns for tensors without data, with the right strides. It raises
+        what is wrong with them.
+    :return: The operator.
+    """
+
+    name = schema.partition("(")[0]
+    # Kernels address strides as they are: Inductor must hand over the layouts that eager
+    # code would, neither copies nor ones of its choice, which could be refused.
+    _LIBRARY.define(
+        schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    )
+
+    def run(*args):
+        with torch.no_grad():
+            return implementation(*args)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ntops_ext::{name}", fake, lib=_LIBRARY)
+
+    return getattr(torch.ops.ntops_ext, name).default
+
+
+def differentiate(operator, setup_context, backward):
+    """Give a custom operator its gradients. See `torch.library.register_autograd`."""
+
+    torch.library.register_autograd(
+        operator.name(), backward, setup_context=setup_context, lib=_LIBRARY
+    )

@@ -1,0 +1,282 @@
+"""The operators under `torch.compile` and `torch.export`, on CPU tensors: one operator in the graph, real layouts, one
+graph for all numbers of rows, what is written, gradients, and errors.
+"""
+
+import shutil
+
+import pytest
+import torch
+import torch._dynamo.testing
+from comparison import assert_equal_bits
+from compiled_behaviour import *  # noqa: F403
+from gated_rms_norm_calls import make_call
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from ntops_ext.nn import GatedRMSNorm
+from ntops_ext.torch import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack_
+
+OPERATORS = torch.ops.ntops_ext
+
+
+@pytest.fixture(scope="module")
+def device():
+    return "cpu"
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Traces, functionalises and decomposes as every backend does, and generates no code."""
+
+    return "aot_eager"
+
+
+def requiring_grad(arguments):
+    return tuple(
+        argument.detach().clone().requires_grad_()
+        if isinstance(argument, torch.Tensor) and argument.dtype.is_floating_point
+        else argument
+        for argument in arguments
+    )
+
+
+def gated_arguments():
+    input, gate = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    weight, bias = torch.ones(8), torch.zeros(8)
+
+    return {
+        "all": (input, weight, gate, bias, 1e-5, 4, False, "silu", 1.0),
+        "least": (input, None, None, None, 1e-5, 8, True, "silu", 0.0),
+        "strided": (input.t().contiguous().t(), weight, gate.expand(4, 8), None, 1e-5)
+        + (8, True, "sigmoid", 0.0),
+        "no_rows": (input[:0], weight, gate[:0], None, 1e-5, 8, True, "silu", 0.0),
+    }
+
+
+def samples():
+    """Name -> a custom operator and arguments for it."""
+
+    found = {}
+
+    for name, arguments in gated_arguments().items():
+        grad_output = torch.ones_like(arguments[0])
+        needs = [argument is not None for argument in arguments[:4]]
+        found[f"gated-{name}"] = OPERATORS.gated_rms_norm, arguments
+        found[f"gated_out-{name}"] = (
+            OPERATORS.gated_rms_norm_out,
+            (*arguments, torch.empty(arguments[0].shape)),
+        )
+        found[f"gated_backward-{name}"] = (
+            OPERATORS.gated_rms_norm_backward,
+            (grad_output, *arguments, needs),
+        )
+
+    found["gated-gradients"] = (
+        OPERATORS.gated_rms_norm,
+        requiring_grad(gated_arguments()["all"]),
+    )
+    heads = torch.randn(1, 6, 2, 4, generator=torch.Generator().manual_seed(0))
+    weight, rope = torch.ones(4), torch.full((6, 2), 1j)
+    found["rope"] = OPERATORS.qk_norm_rope, (heads, weight, rope, 1e-6)
+    found["rope_out"] = (
+        OPERATORS.qk_norm_rope_out,
+        (heads, weight, rope, 1e-6, torch.empty_like(heads)),
+    )
+    k_out, v_out, prefix = (torch.zeros(1, size, 1, 4) for size in (8, 8, 2))
+    source = heads[:, :, :1].contiguous()
+
+    for name, sources in {
+        "in_place": (None, None),
+        "from_k": (source, None),
+        "from_k_and_v": (source, source),
+    }.items():
+        found[f"pack-{name}"] = (
+            OPERATORS.qk_norm_rope_pack,
+            (heads, k_out, v_out, weight, weight, rope, prefix, prefix, *sources, 1e-6),
+        )
+
+    return found
+
+
+SAMPLES = samples()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_custom_operators_keep_pytorchs_rules(name):
+    """Schemas tell what is written, fakes have the real layouts, gradients are registered."""
+
+    operator, arguments = SAMPLES[name]
+    opcheck(operator, arguments)
+
+
+def test_each_custom_operator_has_a_sample():
+    """So that the rules are checked for all."""
+
+    names = {
+        qualified.removeprefix("ntops_ext::").partition(".")[0]
+        for qualified in torch._C._dispatch_get_all_op_names()
+        if qualified.startswith("ntops_ext::")
+    }
+
+    assert names == {operator.__name__ for operator, _ in SAMPLES.values()}
+
+
+LAYOUTS = {
+    "dense": lambda: torch.empty(17, 2, 4, 128),
+    "transposed": lambda: torch.empty(17, 2, 4, 128).transpose(0, 1),
+    "expanded": lambda: torch.empty(1, 2, 4, 128).expand(17, 2, 4, 128),
+    "column_slice": lambda: torch.empty(17, 2, 4, 300)[..., 100:228],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fakes_have_the_strides_of_results(layout):
+    """Case C3: whatever the strides of the input, a result is contiguous, in a trace too."""
+
+    input = LAYOUTS[layout]()
+    real = gated_rms_norm(input)
+
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = OPERATORS.gated_rms_norm(
+            mode.from_tensor(input), None, None, None, 1e-5, 128, True, "silu", 0.0
+        )
+
+    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+    assert real.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed"])
+def test_fakes_of_rope_have_the_strides_of_results(layout):
+    """The same for the rotation."""
+
+    input = LAYOUTS[layout]()
+    weight = torch.ones(128)
+    rope = torch.ones(input.shape[1], 64, dtype=torch.complex64)
+    real = qk_norm_rope(input, weight, rope)
+
+    with FakeTensorMode() as mode:
+        fake = OPERATORS.qk_norm_rope(
+            *(mode.from_tensor(tensor) for tensor in (input, weight, rope)), 1e-6
+        )
+
+    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+
+
+# What is traced.
+
+
+def graphs_of(function, *arguments, **options):
+    """The graphs that Dynamo makes of a call, and how often each operator is in them."""
+
+    backend = torch._dynamo.testing.EagerAndRecordGraphs()
+    torch.compile(function, backend=backend, fullgraph=True, **options)(*arguments)
+
+    return [
+        [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        for graph in backend.graphs
+    ]
+
+
+def test_a_call_is_one_operator_in_the_graph():
+    """Its checks leave nothing behind."""
+
+    input = torch.ones(4, 8)
+
+    assert graphs_of(gated_rms_norm, input) == [[OPERATORS.gated_rms_norm.default]]
+
+    heads, weight, rope = torch.ones(1, 6, 2, 4), torch.ones(4), torch.full((6, 2), 1j)
+
+    assert graphs_of(qk_norm_rope, heads, weight, rope) == [
+        [OPERATORS.qk_norm_rope.default]
+    ]
+
+    k_out, v_out, prefix = (torch.zeros(1, size, 1, 4) for size in (8, 8, 2))
+
+    assert graphs_of(
+        qk_norm_rope_pack_, heads, k_out, v_out, weight, weight, rope, prefix, prefix
+    ) == [[OPERATORS.qk_norm_rope_pack.default]]
+
+
+def test_eager_calls_do_not_go_through_the_dispatcher():
+    """An eager call of an operator calls no custom operator: it would cost more than the launch."""
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.namespace)
+
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        make_call(2, 8).run()
+
+    assert called and "ntops_ext" not in called
+
+
+def test_an_exported_module_has_the_operator():
+    """`torch.export` keeps it whole, for any number of rows."""
+
+    norm = GatedRMSNorm(8, activation="sigmoid")
+    rows = torch.export.Dim("rows", min=2)
+    input, gate = torch.randn(2, 4, 8)
+    program = torch.export.export(
+        norm, (input, gate), dynamic_shapes=({0: rows}, {0: rows})
+    )
+    targets = [node.target for node in program.graph.nodes]
+
+    assert targets.count(OPERATORS.gated_rms_norm.default) == 1
+
+    input, gate = torch.randn(2, 33, 8)
+
+    assert_equal_bits(program.module()(input, gate), norm(input, gate))
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor generates C++ for CPU tensors"
+)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_inductor(dynamic):
+    """The default backend, between operations that it generates, and its gradients."""
+
+    def function(input, gate):
+        return norm(input * 2, gate).square().sum()
+
+    norm = GatedRMSNorm(8, norm_before_gate=False)
+    projection = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    input, gate = (
+        projection[:, start : start + 8].detach().requires_grad_() for start in (0, 16)
+    )
+    expected = torch.autograd.grad(function(input, gate), [input, gate, norm.weight])
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    actual = torch.autograd.grad(compiled(input, gate), [input, gate, norm.weight])
+
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_second_gradients_are_refused():
+    """By an error, of the operator or of `torch.compile`, not by a wrong number."""
+
+    input = torch.randn(2, 8, requires_grad=True)
+    compiled = torch.compile(gated_rms_norm, backend="aot_eager", fullgraph=True)
+
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(
+            compiled(input).square().sum(), input, create_graph=True
+        )
+        gradient.sum().backward()
+
+    arguments = gated_arguments()["all"]
+    result = OPERATORS.gated_rms_norm(*requiring_grad(arguments))
+
+    with pytest.raises(NotImplementedError, match="first gradients only"):
+        leaf = requiring_grad(arguments)[0]
+        result = OPERATORS.gated_rms_norm(leaf, *arguments[1:])
+        (gradient,) = torch.autograd.grad(
+            result.square().sum(), leaf, create_graph=True
+        )
+        gradient.sum().backward()
