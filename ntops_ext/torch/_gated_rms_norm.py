@@ -189,7 +189,7 @@ def _prepare(layout, whole_call, handle, launched, result):
             for name, argument in zip(names, launched, strict=False)
             if isinstance(argument, torch.Tensor)
         ],
-        is_checked=None if out is None else layout.addresses,
+        checked=None if out is None else layout.addresses,
         allocated=("out", result) if out is None else None,
         written=() if out is None else ("out",),
     )

@@ -95,7 +95,8 @@ class PreparedCalls:
         handle_arguments,
         *,
         addressed,
-        is_checked=None,
+        checked=None,
+        verdict=True,
         allocated=None,
         written=(),
     ):
@@ -105,8 +106,9 @@ class PreparedCalls:
         :param handle: The handle that was called for it, once.
         :param handle_arguments: What it was called with.
         :param addressed: For each tensor of `handle_arguments` the name of the parameter in whose memory it lies.
-        :param is_checked: A mapping of the tensors' addresses, in the order of the parameters, to True where a call with
-            these addresses has been checked. None if no check depends on addresses.
+        :param checked: A mapping of the tensors' addresses, in the order of the parameters, to what was found out about
+            calls with these addresses. None if nothing depends on them.
+        :param verdict: What must have been found out: True or False.
         :param allocated: The name of a parameter that is None, in whose place a tensor is allocated, and that tensor.
         :param written: The names of the parameters that were given and are written.
         """
@@ -131,7 +133,7 @@ class PreparedCalls:
             "__repeat": repeat,
             "__fits": fits,
             "__type": type,
-            "__is_checked": is_checked,
+            "__checked": checked,
             "__is_grad_enabled": torch.is_grad_enabled,
             "__forward_ad": forward_ad,
             "__increment_version": torch.autograd.graph.increment_version,
@@ -166,9 +168,9 @@ class PreparedCalls:
         ]
         check = allocate = mark = ""
 
-        if is_checked is not None:
+        if checked is not None:
             check = (
-                f"if __is_checked.get(({', '.join(addresses.values())},)) is not True:"
+                f"if __checked.get(({', '.join(addresses.values())},)) is not {verdict}:"
                 f" return None"
             )
 
@@ -190,7 +192,7 @@ class PreparedCalls:
             if isinstance(argument, torch.Tensor)
         ]
         launched_addresses = [
-            _plus(addresses[name], tensor.data_ptr() - tensors[name].data_ptr())
+            _address_in(tensors[name], addresses[name], tensor)
             for name, tensor in zip(addressed, launched, strict=True)
         ]
         source = _SOURCE.format(
@@ -208,7 +210,14 @@ class PreparedCalls:
         return names["call"]
 
 
-def _plus(address, offset):
+def _address_in(tensor, address, view):
+    """Source text: the address of `view`, in the memory of `tensor`, where that has moved to `address`."""
+
+    if view.numel() == 0:
+        return "0"
+
+    offset = view.data_ptr() - tensor.data_ptr()
+
     return f"{address} + {offset}" if offset else address
 
 
