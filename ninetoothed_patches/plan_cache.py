@@ -91,6 +91,47 @@ and (
 _NEW = object()
 
 
+_READ = """\
+def read({parameters}):
+    {read_addresses}
+
+    return {key}, ({addresses},)
+"""
+
+_REPEATER = """\
+def make(__plan, __driver, __device, __state, __store):
+    __launch = __plan.launch
+    __alignments = __plan.alignments
+    __current_device, __current_stream = __plan.current_device, __plan.current_stream
+
+    def {name}({addresses}):
+        try:
+            __is_valid = (
+                __plan.is_kept
+                and {driver} is __driver
+                and __current_device() == __device
+                and (({any_address}) % {alignment} and ({alignments},)) == __alignments
+                and {state} == __state
+                and {stores}[__device] is __store
+                {tuner_fits}
+                and not ({watchers})
+            )
+        except __Exception:
+            # Whatever it is, the whole call meets it again and says so.
+            return False
+
+        if not __is_valid:
+            return False
+
+        __plan.stamp = __next(__clock)
+        __launch(__current_stream(__device), {addresses})
+
+        return True
+
+    return {name}
+"""
+
+
 class PlanCache:
     """The plans of one handle.
 
@@ -135,6 +176,7 @@ class PlanCache:
         self._bypasses = collections.Counter()
 
         self._reset()
+        self._read = self._make_repeater = None
         self.entry = self._never_entry(never) if never else self._entry(parameters)
         _CACHES.add(self)
 
@@ -172,6 +214,9 @@ class PlanCache:
 
     def after_fork_in_child(self):
         """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
+
+        for plan in self._plans.values():
+            plan.is_kept = False
 
         self._reset()
         self._watcher.take()
@@ -227,28 +272,35 @@ class PlanCache:
         )
         reader = self._reader
         addresses = [address for address, _ in reader.addresses]
+        texts = {
+            "name": self._launch.__name__,
+            "parameters": ", ".join(name for name, _ in parameters),
+            "read_addresses": "; ".join(map(" = ".join, reader.addresses)),
+            "addresses": ", ".join(addresses),
+            "any_address": " | ".join(addresses),
+            "alignment": ALIGNMENT,
+            "alignments": ", ".join(map(is_aligned, addresses)),
+            "key": reader.key,
+            "driver": expressions.driver,
+            "state": expressions.state,
+            "stores": expressions.stores,
+            "watchers": expressions.watchers,
+            "tuner_fits": "and __len(__tuner.cache) == __cache.tuned"
+            if self._tuner
+            else "",
+        }
+        self._make_repeater, self._read = (
+            compile_function(template.format(**texts), name, names)
+            for template, name in ((_REPEATER, "make"), (_READ, "read"))
+        )
         source = _ENTRY.format(
-            name=self._launch.__name__,
-            parameters=", ".join(name for name, _ in parameters),
+            **texts,
             tensors=", ".join(reader.tensors),
-            read_addresses="\n        ".join(map(" = ".join, reader.addresses)),
-            addresses=", ".join(addresses),
-            any_address=" | ".join(addresses),
-            alignment=ALIGNMENT,
-            alignments=", ".join(map(is_aligned, addresses)),
+            outline=reader.outline,
             scalars_fit="\n                ".join(
                 _SCALAR_FITS.format(name=name, position=position)
                 for position, name in enumerate(reader.scalars)
             ),
-            tuner_fits="and __len(__tuner.cache) == __cache.tuned"
-            if self._tuner
-            else "",
-            key=reader.key,
-            outline=reader.outline,
-            driver=expressions.driver,
-            state=expressions.state,
-            stores=expressions.stores,
-            watchers=expressions.watchers,
         )
 
         return compile_function(source, self._launch.__name__, names)
@@ -353,6 +405,30 @@ class PlanCache:
         self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
         plan.launch(plan.current_stream(device), *addresses)
+
+    def repeater(self, arguments):
+        """See `ninetoothed_patches.repeater`."""
+
+        if self._read is None:
+            return None
+
+        try:
+            call, addresses = self._read(*arguments)
+            driver = triton_abi.active_driver()
+            device = driver.get_current_device()
+            plan = self._plans.get((driver, device, self._state(), call))
+        except (AttributeError, RuntimeError, TypeError):
+            # No call that can be planned, and so none that has a plan.
+            return None
+
+        with self._changing:
+            if plan is None or not plan.is_kept:
+                return None
+
+            if plan.launch is None:
+                self._finish(plan, addresses)
+
+        return self._make_repeater(plan, driver, device, plan.state, plan.store)
 
     def _tensor_rule(self, store):
         known = self._known_rule

@@ -140,7 +140,8 @@ def gated_rms_norm_backward(
         return tensor.abs() if of_magnitudes else tensor
 
     def mean_of_groups(tensor):
-        groups = tensor.reshape(*tensor.shape[:-1], -1, group_size)
+        sizes = (num_columns // group_size, group_size)
+        groups = tensor.unflatten(-1, sizes)
         means = groups.mean(-1, keepdim=True).expand_as(groups)
 
         return means.reshape(tensor.shape)
