@@ -2,12 +2,15 @@
 
 import math
 import numbers
+import sys
 
 import numpy as np
 import torch
 
 # Steps of a search that is exponential at worst; this many take some 10 ms.
 _MAX_OVERLAP_WORK = 10**5
+
+_LARGEST_FLOAT = sys.float_info.max
 
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -77,7 +80,7 @@ def check_number(name, value):
     """:raises TypeError, ValueError: If it is not a number that is finite as a float."""
 
     # The usual case, and the one that `torch.compile` can trace with an unknown value.
-    if type(value) is float and -math.inf < value < math.inf:
+    if type(value) in (float, int) and -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
         return
 
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
