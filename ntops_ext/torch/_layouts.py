@@ -90,9 +90,13 @@ def requires_grad(tensors):
         return True
 
     # A private name for what has no public one: whether any dual level is entered at all.
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
+    return forward_ad._current_level >= 0 and carries_tangents(tensors)
+
+
+def carries_tangents(tensors):
+    """Whether forward-mode autograd would have to carry on tangents of these tensors."""
+
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def mark_as_written(*tensors):

@@ -3,10 +3,17 @@
 import dataclasses
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts, _rows
+from ntops_ext.torch import (
+    _checks,
+    _heads,
+    _layouts,
+    _qk_norm_rope_backward,
+    _rows,
+)
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
 from ntops_ext.torch._launch import launch, runs_kernel
@@ -40,10 +47,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
-        raise NotImplementedError(
-            "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with"
-            " detached tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
-        )
+        return _differentiable(input, weight, rope, eps, out)
 
     if out is not None:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -51,6 +55,59 @@ def qk_norm_rope(input, weight, rope, eps, out):
         if addresses not in layout.addresses:
             _check_aliases(*arguments)
             _layouts.remember(layout.addresses, addresses, True)
+
+    return _compute(layout, input, weight, rope, eps, out)
+
+
+def _differentiable(input, weight, rope, eps, out):
+    """A call that autograd records."""
+
+    if _layouts.carries_tangents([input, weight, rope]):
+        raise NotImplementedError(
+            "`qk_norm_rope` has no forward-mode gradient (an argument carries a tangent):"
+            " use `ntops_ext.reference.qk_norm_rope`, which has one."
+        )
+
+    if out is not None:
+        raise ValueError(
+            "`out` must be None where gradients are recorded: what is written into it has"
+            " none. Use `torch.no_grad()`, or leave `out` out."
+        )
+
+    if rope.requires_grad:
+        raise NotImplementedError(
+            "`rope` requires grad, but `qk_norm_rope` has no gradient for it: pass"
+            " `rope.detach()`, or use `ntops_ext.reference.qk_norm_rope`, which has one."
+        )
+
+    if not runs_kernel(input):
+        return reference.qk_norm_rope(input, weight, rope, eps)
+
+    return _QKNormRope.apply(input, weight, rope, eps)
+
+
+class _QKNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, rope, eps):
+        ctx.save_for_backward(input, weight, rope)
+        ctx.eps = eps
+        tensors = (input, weight, rope)
+        layout = layouts.get(True, tensors, (*tensors, None))
+
+        return _compute(layout, input, weight, rope, eps, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        grad_input, grad_weight = _qk_norm_rope_backward.backward(
+            grad_output, *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[:2]
+        )
+
+        return grad_input, grad_weight, None, None
+
+
+def _compute(layout, input, weight, rope, eps, out):
+    """The result of a call that was checked."""
 
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)

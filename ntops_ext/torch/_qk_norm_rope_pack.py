@@ -75,8 +75,8 @@ def qk_norm_rope_pack_(
     if _layouts.requires_grad(tensors):
         raise NotImplementedError(
             "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
-            " `torch.no_grad()` or with detached tensors, or use the differentiable"
-            " `ntops_ext.reference.qk_norm_rope` and `torch.cat`."
+            " `torch.no_grad()` or with detached tensors, or use `qk_norm_rope` and"
+            " `torch.cat`, which have one."
         )
 
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
