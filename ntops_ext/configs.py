@@ -255,6 +255,90 @@ def qk_norm_rope_config(*, num_heads, num_kv_heads, head_dim, item_size):
     return config
 
 
+# A program of the backward pass takes several tokens, which leaves fewer partial sums to
+# add; but no more than leaves this many programs, about one a warp of a large GPU.
+_PROGRAMS_OF_BACKWARD = 2048
+_MAX_TOKENS_OF_BACKWARD = 16
+
+# Partial sums are addressed, in elements, in 32 bits.
+_MAX_PARTIAL_SUMS = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QKNormRopeBackwardConfig:
+    """How `ntops_ext.kernels.qk_norm_rope_backward` is launched.
+
+    A program takes `heads_per_program` heads of `tokens_per_program` tokens, on `num_warps`
+    warps. Both are powers of two.
+    """
+
+    tokens_per_program: int
+    heads_per_program: int
+    num_warps: int
+
+
+def qk_norm_rope_backward_config(*, batch, tokens, num_heads, head_dim, item_size):
+    """The launch for these sizes: which heads a sum over programs adds depends on them alone.
+
+    :param batch: The entries of the batch.
+    :param tokens: The tokens of an entry.
+    :param num_heads: The heads of a token.
+    :param head_dim: The width of a head.
+    :param item_size: The bytes of an element.
+    """
+
+    forward = qk_norm_rope_config(
+        num_heads=num_heads, num_kv_heads=0, head_dim=head_dim, item_size=item_size
+    )
+    num_blocks = batch * _ceil_div(num_heads, forward.heads_per_program)
+    tokens_per_program = 1
+
+    while (
+        tokens_per_program < _MAX_TOKENS_OF_BACKWARD
+        and num_blocks * tokens >= 2 * tokens_per_program * _PROGRAMS_OF_BACKWARD
+    ) or num_blocks * _ceil_div(
+        tokens, tokens_per_program
+    ) * head_dim > _MAX_PARTIAL_SUMS:
+        if tokens_per_program >= tokens:
+            break
+
+        tokens_per_program *= 2
+
+    return QKNormRopeBackwardConfig(
+        tokens_per_program=tokens_per_program,
+        heads_per_program=forward.heads_per_program,
+        num_warps=forward.num_warps,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumOfRowsConfig:
+    """How `ntops_ext.kernels.sum_of_rows` is made.
+
+    :param rows_per_step: How many rows a program reads at once, a power of two.
+    :param columns_per_program: How many columns it takes, a power of two.
+    :param num_warps: The warps of a program.
+    """
+
+    rows_per_step: int
+    columns_per_program: int
+    num_warps: int
+
+
+def sum_of_rows_config(num_rows, num_columns):
+    """The configuration for `num_rows` rows of `num_columns` float32 columns.
+
+    8 columns are the 32 bytes that memory is read by: so as many programs as can be read
+    the rows at once, and each reads many rows between two waits.
+    """
+
+    return SumOfRowsConfig(
+        rows_per_step=min(max(next_power_of_2(num_rows), 16), 512),
+        columns_per_program=min(next_power_of_2(num_columns), 8),
+        num_warps=8,
+    )
+
+
 def next_power_of_2(value):
     """The smallest power of two that is at least `value`."""
 

@@ -274,6 +274,61 @@ def qk_norm_rope_in_float64(input, weight, rope, eps=1e-6):
     return torch.view_as_real(rotated).flatten(-2).to(input.dtype)
 
 
+def qk_norm_rope_gradients(grad_output, input, weight, rope, eps=1e-6):
+    """The gradients of `qk_norm_rope` for input and weight, in float64.
+
+    By autograd, of the definition without its roundings.
+    """
+
+    with torch.enable_grad():
+        input = input.detach().double().requires_grad_()
+        weight = weight.detach().double().requires_grad_()
+        scale = torch.rsqrt(input.pow(2).mean(-1, keepdim=True) + eps)
+        weighted = weight * (input * scale)
+        pairs = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
+        rotated = pairs * rope[:, None, :].to(torch.complex128)
+        output = torch.view_as_real(rotated).flatten(-2)
+
+    return torch.autograd.grad(output, (input, weight), grad_output.double())
+
+
+def qk_norm_rope_gradients_tolerance(grad_output, input, weight, rope, eps=1e-6):
+    """How far right gradients may be from `qk_norm_rope_gradients`, element by element.
+
+    One rounding to the dtype of `input`. Before it, in float32, 16 roundings of each of the
+    terms that are added (their magnitudes, since they may cancel): the rotation has 3, the
+    root 4, the mean at most 10 with a dozen terms a lane, the rest 3 products. The weight's
+    terms are added in at most 80 more steps while there are fewer than 2^14 partial sums.
+
+    :return: Two float64 tensors, for the input and for the weight.
+    """
+
+    exact = qk_norm_rope_gradients(grad_output, input, weight, rope, eps)
+    wide = input.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normalized = (wide * scale).abs()
+    pairs = grad_output.double().abs().unflatten(-1, (-1, 2))
+    cosine, sine = (part.double().abs()[:, None, :] for part in (rope.real, rope.imag))
+    real, imaginary = pairs.unbind(-1)
+    turned = torch.stack(
+        (real * cosine + imaginary * sine, imaginary * cosine + real * sine), -1
+    ).flatten(-2)
+    weighted = turned * weight.double().abs()
+    mean = (weighted * normalized).mean(-1, keepdim=True)
+    magnitudes = (
+        16 * scale * (weighted + normalized * mean),
+        96 * (turned * normalized).sum((0, 1, 2)),
+    )
+    rounding = ROUNDING[input.dtype]
+    smallest = _SMALLEST_NORMAL[input.dtype]
+
+    return tuple(
+        rounding * (1 + 2**-10) * gradient.abs().clamp_min(smallest)
+        + 2**-24 * magnitude
+        for gradient, magnitude in zip(exact, magnitudes, strict=True)
+    )
+
+
 def qk_norm_rope_pack_(
     q,
     k_out,

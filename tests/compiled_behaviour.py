@@ -327,6 +327,35 @@ def test_gradients_are_those_of_an_eager_call(device, compiled, mode, dynamic):
         torch.testing.assert_close(one, other)
 
 
+@each_tracing
+def test_gradients_of_rope_are_those_of_an_eager_call(device, compiled, dynamic):
+    """Of both tensors that have one, together and alone."""
+
+    input, weight, rope = heads_and_table(device)
+    weights = torch.randn(input.shape, device=device)
+    function = compiled(
+        lambda *tensors: (qk_norm_rope(*tensors, rope) * weights).sum(),
+        dynamic=dynamic,
+    )
+
+    for input_requires_grad, weight_requires_grad in (
+        (True, True),
+        (False, True),
+        (True, False),
+    ):
+        tensors = [
+            input.clone().requires_grad_(input_requires_grad),
+            weight.clone().requires_grad_(weight_requires_grad),
+        ]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        loss = (qk_norm_rope(*tensors, rope) * weights).sum()
+        expected = torch.autograd.grad(loss, wanted)
+        actual = torch.autograd.grad(function(*tensors), wanted)
+
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("wanted", ["input", "weight", "gate", "bias"])
 def test_only_the_gradients_that_are_asked_for(device, compiled, wanted):
     """One tensor alone may require one."""

@@ -78,6 +78,18 @@ def samples():
     heads = torch.randn(1, 6, 2, 4, generator=torch.Generator().manual_seed(0))
     weight, rope = torch.ones(4), torch.full((6, 2), 1j)
     found["rope"] = OPERATORS.qk_norm_rope, (heads, weight, rope, 1e-6)
+    found["rope-gradients"] = (
+        OPERATORS.qk_norm_rope,
+        requiring_grad((heads, weight))
+        + (
+            rope,
+            1e-6,
+        ),
+    )
+    found["rope_backward"] = (
+        OPERATORS.qk_norm_rope_backward,
+        (torch.ones_like(heads), heads, weight, rope, 1e-6, [True, True]),
+    )
     found["rope_out"] = (
         OPERATORS.qk_norm_rope_out,
         (heads, weight, rope, 1e-6, torch.empty_like(heads)),

@@ -243,7 +243,7 @@ def test_positional_order_is_that_of_the_published_operator():
 # -- Autograd. --------------------------------------------------------------------------
 
 
-def test_gradients_are_refused_not_dropped():
+def test_gradients_of_the_pack_are_refused_not_dropped():
     """An argument that requires a gradient raises, and the message says what to use."""
 
     inputs = make_pack(dtype=torch.float32)
@@ -254,11 +254,27 @@ def test_gradients_are_refused_not_dropped():
         with pytest.raises(NotImplementedError, match="qk_norm_rope` and `torch.cat"):
             qk_norm_rope_pack_(*inputs.arguments())
 
-        with pytest.raises(NotImplementedError, match="no_grad"):
-            qk_norm_rope(inputs.q, inputs.q_weight, inputs.rope)
-
     assert_equal_bits(inputs.written(), old[:3])
-    qk_norm_rope(inputs.q, inputs.q_weight, inputs.rope)
+    qk_norm_rope_pack_(*inputs.arguments())
+
+
+def test_gradients_that_there_are_not_are_refused():
+    """That of the table, and any through `out`."""
+
+    inputs = make_pack(dtype=torch.float32)
+    old = inputs.q.clone()
+    rope = inputs.rope.clone().requires_grad_()
+    weight = inputs.q_weight.clone().requires_grad_()
+
+    with torch.enable_grad():
+        with pytest.raises(NotImplementedError, match="`rope` requires grad.*detach"):
+            qk_norm_rope(inputs.q, inputs.q_weight, rope)
+
+        with pytest.raises(ValueError, match="`out`.*gradients"):
+            qk_norm_rope(inputs.q, weight, inputs.rope, out=inputs.q)
+
+    assert_equal_bits([inputs.q], [old])
+    qk_norm_rope(inputs.q, weight, rope, out=inputs.q)
 
 
 def test_autograd_notices_what_was_written():

@@ -13,6 +13,7 @@ from ntops_ext.torch import (
     _gated_rms_norm,
     _gated_rms_norm_backward,
     _qk_norm_rope,
+    _qk_norm_rope_backward,
     _qk_norm_rope_pack,
 )
 
@@ -78,7 +79,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
     eps = _checks.check_eps(eps)
 
     if _is_differentiated(input, weight, rope, out):
-        raise _qk_norm_rope.no_gradients()
+        _qk_norm_rope.check_gradients(rope, out)
 
     if out is None:
         return _qk_norm_rope_operator(input, weight, rope, eps)
@@ -142,16 +143,73 @@ def _is_differentiated(*tensors):
     )
 
 
+# -- What custom operators have in common. ---------------------------------------------
+
+
+def _contiguous_like(tensor):
+    return tensor.new_empty(tensor.shape)
+
+
+def _returning_nothing(_):
+    return None
+
+
+def _present(tensors):
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _fake_gradients(tensors, needs_input_grad):
+    return [
+        _contiguous_like(tensor)
+        for tensor, is_needed in zip(tensors, needs_input_grad, strict=True)
+        if is_needed
+    ]
+
+
+def _differentiate(operator, backward_operator, num_tensors, num_differentiable):
+    """Give `operator` the gradients that `backward_operator` computes, once.
+
+    :param num_tensors: How many of the first arguments are tensors, which are kept.
+    :param num_differentiable: How many of these may have gradients.
+    """
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:num_tensors])
+        ctx.options = inputs[num_tensors:]
+
+    def backward(ctx, grad_output):
+        needs_input_grad = ctx.needs_input_grad[:num_differentiable]
+        gradients = iter(
+            backward_operator(
+                grad_output, *ctx.saved_tensors, *ctx.options, needs_input_grad
+            )
+        )
+
+        return tuple(
+            next(gradients) if is_needed else None
+            for is_needed in (
+                *needs_input_grad,
+                *(False for _ in ctx.needs_input_grad[num_differentiable:]),
+            )
+        )
+
+    def refuse(ctx, *grad_outputs):
+        raise NotImplementedError(
+            f"{operator.name()} has first gradients only: its backward pass is a kernel,"
+            f" which has no gradients of its own. Leave out `create_graph=True`, or"
+            f" differentiate the definition in `ntops_ext.reference`."
+        )
+
+    _custom_ops.differentiate(operator, setup_context, backward)
+    _custom_ops.differentiate(backward_operator, None, refuse)
+
+
 # -- `gated_rms_norm`. -----------------------------------------------------------------
 
 _GATED_RMS_NORM_ARGUMENTS = (
     "Tensor input, Tensor? weight, Tensor? gate, Tensor? bias, float eps,"
     " SymInt group_size, bool norm_before_gate, str activation, float weight_offset"
 )
-
-
-def _contiguous_like(tensor):
-    return tensor.new_empty(tensor.shape)
 
 
 _gated_rms_norm_operator = _custom_ops.define(
@@ -170,50 +228,10 @@ _gated_rms_norm_backward_operator = _custom_ops.define(
     f"gated_rms_norm_backward(Tensor grad_output, {_GATED_RMS_NORM_ARGUMENTS},"
     " bool[] needs_input_grad) -> Tensor[]",
     lambda *arguments: _present(_gated_rms_norm_backward.backward(*arguments)),
-    lambda _, *arguments: [
-        _contiguous_like(tensor)
-        for tensor, is_needed in zip(arguments[:4], arguments[-1], strict=True)
-        if is_needed
-    ],
+    lambda _, *arguments: _fake_gradients(arguments[:4], arguments[-1]),
 )
 
-
-def _gated_rms_norm_setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
-
-
-def _gated_rms_norm_gradients(ctx, grad_output):
-    needs_input_grad = ctx.needs_input_grad[:4]
-    gradients = iter(
-        _gated_rms_norm_backward_operator(
-            grad_output, *ctx.saved_tensors, *ctx.options, needs_input_grad
-        )
-    )
-
-    return (
-        *(next(gradients) if is_needed else None for is_needed in needs_input_grad),
-        *(None for _ in ctx.options),
-    )
-
-
-def _no_second_gradients(ctx, *grad_outputs):
-    raise _gated_rms_norm_backward.no_second_gradients()
-
-
-_custom_ops.differentiate(
-    _gated_rms_norm_operator, _gated_rms_norm_setup_context, _gated_rms_norm_gradients
-)
-_custom_ops.differentiate(_gated_rms_norm_backward_operator, None, _no_second_gradients)
-
-
-def _present(tensors):
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _returning_nothing(_):
-    return None
-
+_differentiate(_gated_rms_norm_operator, _gated_rms_norm_backward_operator, 4, 4)
 
 # -- `qk_norm_rope` and `qk_norm_rope_pack_`. ------------------------------------------
 
@@ -222,6 +240,17 @@ _qk_norm_rope_operator = _custom_ops.define(
     lambda *arguments: _qk_norm_rope.qk_norm_rope(*arguments, None),
     lambda input, *_: _contiguous_like(input),
 )
+
+_qk_norm_rope_backward_operator = _custom_ops.define(
+    "qk_norm_rope_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor rope,"
+    " float eps, bool[] needs_input_grad) -> Tensor[]",
+    lambda *arguments: _present(_qk_norm_rope_backward.backward(*arguments)),
+    lambda _, input, weight, *arguments: _fake_gradients(
+        (input, weight), arguments[-1]
+    ),
+)
+
+_differentiate(_qk_norm_rope_operator, _qk_norm_rope_backward_operator, 3, 2)
 
 _qk_norm_rope_out_operator = _custom_ops.define(
     "qk_norm_rope_out(Tensor input, Tensor weight, Tensor rope, float eps,"

@@ -52,17 +52,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise no_second_gradients()
-
-
-def no_second_gradients():
-    """The error to raise where a gradient of a gradient is asked for."""
-
-    return NotImplementedError(
-        "gated_rms_norm has first gradients only: its backward pass is a kernel, which has"
-        " no gradients of its own. Leave out `create_graph=True`, or differentiate"
-        " `ntops_ext.reference.gated_rms_norm`."
-    )
+        raise NotImplementedError(
+            "gated_rms_norm has first gradients only: its backward pass is a kernel, which"
+            " has no gradients of its own. Leave out `create_graph=True`, or differentiate"
+            " `ntops_ext.reference.gated_rms_norm`."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

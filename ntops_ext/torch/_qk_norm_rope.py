@@ -3,10 +3,18 @@
 import dataclasses
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts, _prepared, _rows
+from ntops_ext.torch import (
+    _checks,
+    _heads,
+    _layouts,
+    _prepared,
+    _qk_norm_rope_backward,
+    _rows,
+)
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
 from ntops_ext.torch._launch import launch, runs_kernel
@@ -61,7 +69,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
         _heads.check_not_lazy(_NAMES, arguments)
 
     if _layouts.requires_grad(tensors):
-        raise no_gradients()
+        return _differentiable(input, weight, rope, eps, out)
 
     if out is not None:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -69,6 +77,67 @@ def qk_norm_rope(input, weight, rope, eps, out):
         if addresses not in layout.addresses:
             _check_aliases(*arguments)
             _layouts.remember(layout.addresses, addresses, True)
+
+    return _compute(layout, input, weight, rope, eps, out)
+
+
+def _differentiable(input, weight, rope, eps, out):
+    """A call that autograd records."""
+
+    if _layouts.carries_tangents([input, weight, rope]):
+        raise NotImplementedError(
+            "`qk_norm_rope` has no forward-mode gradient (an argument carries a tangent):"
+            " use `ntops_ext.reference.qk_norm_rope`, which has one."
+        )
+
+    check_gradients(rope, out)
+
+    if not runs_kernel(input):
+        return reference.qk_norm_rope(input, weight, rope, eps)
+
+    return _QKNormRope.apply(input, weight, rope, eps)
+
+
+def check_gradients(rope, out):
+    """Refuse what has no gradient, in a call that autograd records."""
+
+    if out is not None:
+        raise ValueError(
+            "`out` must be None where gradients are recorded: what is written into it has"
+            " none. Use `torch.no_grad()`, or leave `out` out."
+        )
+
+    if rope.requires_grad:
+        raise NotImplementedError(
+            "`rope` requires grad, but `qk_norm_rope` has no gradient for it: pass"
+            " `rope.detach()`, or use `ntops_ext.reference.qk_norm_rope`, which has one."
+        )
+
+
+class _QKNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, rope, eps):
+        ctx.save_for_backward(input, weight, rope)
+        ctx.eps = eps
+        tensors = (input, weight, rope)
+        layout = layouts.get(True, tensors, (*tensors, None))
+
+        return _compute(layout, input, weight, rope, eps, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        grad_input, grad_weight = _qk_norm_rope_backward.backward(
+            grad_output, *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[:2]
+        )
+
+        return grad_input, grad_weight, None, None
+
+
+def _compute(layout, input, weight, rope, eps, out):
+    """The result of a call that was checked."""
+
+    whole_call = (input, weight, rope, eps, out)
 
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)
@@ -101,15 +170,6 @@ def qk_norm_rope(input, weight, rope, eps, out):
             _prepare(layout, whole_call, handle, launches[0])
 
     return output
-
-
-def no_gradients():
-    """The error to raise where gradients are recorded."""
-
-    return NotImplementedError(
-        "`qk_norm_rope` has no gradient: call it under `torch.no_grad()`, or with detached"
-        " tensors. `ntops_ext.reference.qk_norm_rope` is differentiable."
-    )
 
 
 def _prepare(layout, whole_call, handle, launched):

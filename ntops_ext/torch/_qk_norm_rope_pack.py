@@ -151,8 +151,8 @@ def no_gradients():
 
     return NotImplementedError(
         "`qk_norm_rope_pack_` writes in place and has no gradient: call it under"
-        " `torch.no_grad()` or with detached tensors, or use the differentiable"
-        " `ntops_ext.reference.qk_norm_rope` and `torch.cat`."
+        " `torch.no_grad()` or with detached tensors, or use `qk_norm_rope` and"
+        " `torch.cat`, which have one."
     )
 
 

@@ -30,6 +30,13 @@ def qk_norm_rope(
     the bits are not equal they are within one rounding. The first call of a dtype and
     width on a device synchronises, and is refused while a CUDA graph is captured.
 
+    Differentiable by autograd for `input` and `weight`, once, and not in forward mode. The
+    gradients are those of the definition without the two roundings inside, computed anew
+    from `input` in float32 and rounded once. They are deterministic: the gradient of a head
+    depends on that head alone; which heads are added to one partial sum of the weight's, and
+    in which order, depends on the shapes (and, where a tensor spans more than 2^31 elements,
+    on its strides). Where the gradient is expanded or transposed, it is not copied.
+
     A row's bits depend on nothing else in the call but, for widths other than 64 and 128,
     on whether there are fewer than 16 heads in it, as those of PyTorch do.
 
@@ -43,8 +50,10 @@ def qk_norm_rope(
     :return: `out`, or a new contiguous tensor, whatever `input`'s strides are.
     :raises TypeError: If an argument is of the wrong kind or dtype.
     :raises ValueError: If a shape, a stride, a device or a value is wrong, if `rope` is a
-        lazy conjugate, or if `out` shares memory with an argument it is not.
-    :raises NotImplementedError: If gradients are enabled and an argument requires one.
+        lazy conjugate, or if `out` shares memory with an argument it is not, or is given
+        where gradients are recorded.
+    :raises NotImplementedError: If `rope` requires a gradient while they are enabled, or if
+        an argument carries a forward-mode tangent.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.
 
     >>> import torch

@@ -45,7 +45,7 @@ def qk_norm_rope_pack_(
         lazy conjugate, or if what is written shares memory with another argument. Allowed
         are the rows named above, and `k_src`, `v_src` that are exactly the rows they go to.
     :raises NotImplementedError: If gradients are enabled and an argument requires one: use
-        `ntops_ext.reference.qk_norm_rope` and `torch.cat`.
+        `qk_norm_rope` and `torch.cat`.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.
 
     All tensors of heads hold the heads of a token densely; their batch and token strides

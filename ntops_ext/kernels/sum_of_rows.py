@@ -1,0 +1,60 @@
+"""The sum of rows of float32, in a fixed order.
+
+The rows are taken in blocks, and each column's blocks are added one after the other; then
+the rows of a block, by halves. No bit depends on the launch but for the rows of a block.
+"""
+
+import functools
+
+import ninetoothed
+import ninetoothed.language as ntl
+from ninetoothed import Tensor
+
+
+def arrangement(output, rows, *, rows_per_step, columns_per_program):
+    """One program takes some columns of all rows, a block of rows at a time."""
+
+    blocks = rows.tile((rows_per_step, columns_per_program)).tile((-1, 1)).squeeze(0)
+    blocks.dtype = blocks.dtype.squeeze(1)
+
+    return output.tile((columns_per_program,)), blocks
+
+
+def sum_of_rows_application(output, rows):
+    sums = ntl.zeros_like(rows[0])
+
+    for step in range(rows.shape[0]):
+        sums += rows[step]
+
+    for _ in ntl.static_range(16):
+        if sums.shape[0] > 1:
+            sums = ntl.sum(ntl.reshape(sums, (2, sums.shape[0] // 2, sums.shape[1])), 0)
+
+    output = ntl.cast(ntl.reshape(sums, (sums.shape[1],)), output.dtype)  # noqa: F841
+
+
+def premake(*, num_columns, rows_per_step, columns_per_program, dtype=None):
+    """The kernel: output `(num_columns,)`, rows `(any, num_columns)` of float32.
+
+    :param num_columns: The columns of a row.
+    :param rows_per_step: How many rows are read at once, a power of two.
+    :param columns_per_program: How many columns a program takes, a power of two.
+    :param dtype: The element type of the output, for ahead-of-time compilation.
+    """
+
+    tensors = (
+        Tensor(shape=(num_columns,), dtype=dtype, name="output"),
+        Tensor(
+            shape=(None, num_columns),
+            dtype=None if dtype is None else ninetoothed.float32,
+            other=0,
+            name="rows",
+        ),
+    )
+    arrangement_ = functools.partial(
+        arrangement,
+        rows_per_step=rows_per_step,
+        columns_per_program=columns_per_program,
+    )
+
+    return arrangement_, sum_of_rows_application, tensors

@@ -1,0 +1,246 @@
+"""Device and host time of the gradients of `qk_norm_rope`, beside a copy and torch.compile.
+
+    python scripts/benchmark_qk_norm_rope_backward.py [--quick] [--sweep] --output FILE
+
+Each case is checked against the definition in float64, then timed as the replay of a CUDA
+graph of one backward pass (both gradients) with the L2 cleared before it. Beside it, in the
+same rounds, run an element-wise kernel that moves as many bytes as the pass must, its floor,
+and the backward pass that torch.compile makes of the definition. `--sweep` times launch
+choices other than that of `ntops_ext.configs` as well. Every measurement is a line of JSON
+in FILE, and a table comes last.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+
+import torch
+from environment import describe_environment, print_environment
+from timing import cold_device_time, host_time
+from tqdm import tqdm
+
+from ntops_ext import configs, reference
+from ntops_ext.torch import _qk_norm_rope_backward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    tokens: int = 4096
+    heads: int = 32
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+
+CASES = (
+    Case(name="32_heads"),
+    Case(name="512_tokens", tokens=512),
+    Case(name="16384_tokens", tokens=16384),
+    Case(name="65536_tokens", tokens=65536),
+    Case(name="24_heads", tokens=4608, heads=24),
+    Case(name="4_heads", heads=4),
+    Case(name="width_64", heads=24, head_dim=64),
+    Case(name="width_256", heads=16, head_dim=256),
+    Case(name="float32", dtype="float32"),
+)
+
+QUICK = ("32_heads", "512_tokens", "16384_tokens", "4_heads")
+
+# Tokens a program, heads a program, warps.
+SWEEP = (
+    *((tokens, 8, 1) for tokens in (2, 4, 16, 32)),
+    *((tokens, 4, 1) for tokens in (4, 8, 16)),
+    *((tokens, 16, 2) for tokens in (4, 8, 16)),
+    (8, 32, 4),
+    (4, 32, 4),
+)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other launch choices as well"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE.jsonl", help="where records are written"
+    )
+    options = parser.parse_args(arguments)
+
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA or ROCm device here")
+
+    environment = describe_environment()
+    print_environment(environment)
+    runs = [(case, None) for case in CASES if not options.quick or case.name in QUICK]
+
+    if options.sweep:
+        runs += [(CASES[0], choice) for choice in SWEEP]
+
+    records = [_measure(case, choice) for case, choice in tqdm(runs, unit="case")]
+
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            for record in records:
+                print(json.dumps({**record, "environment": environment}), file=file)
+
+    print(_HEADER)
+    print("\n".join(map(_row, records)))
+
+    return int(not all(record["is_right"] for record in records))
+
+
+_COLUMNS = {
+    "device_us": "us",
+    "input_only_us": "input",
+    "floor_us": "floor",
+    "ratio": "ratio",
+    "tb_per_s": "TB/s",
+    "compile_us": "compile",
+    "host_us": "host",
+}
+
+_HEADER = f"{'case':14} {'choice':8} {'right':5}" + "".join(
+    f" {title:>8}" for title in _COLUMNS.values()
+)
+
+
+def _row(record):
+    numbers = "".join(
+        f" {record[name]:8.2f}" if name in record else 9 * " " for name in _COLUMNS
+    )
+
+    return f"{record['name']:14} {record['choice']:8} {record['is_right']!s:5}{numbers}"
+
+
+@contextlib.contextmanager
+def _launched_as(choice):
+    """For the block's duration, launch with these tokens and heads a program, and warps."""
+
+    tokens_per_program, heads_per_program, num_warps = choice
+    own = configs.qk_norm_rope_backward_config
+    configs.qk_norm_rope_backward_config = lambda **_: configs.QKNormRopeBackwardConfig(
+        tokens_per_program=tokens_per_program,
+        heads_per_program=heads_per_program,
+        num_warps=num_warps,
+    )
+    _qk_norm_rope_backward.layouts.clear()
+
+    try:
+        yield
+    finally:
+        configs.qk_norm_rope_backward_config = own
+        _qk_norm_rope_backward.layouts.clear()
+
+
+def _measure(case, choice):
+    with contextlib.nullcontext() if choice is None else _launched_as(choice):
+        return _measure_as_launched(case, choice)
+
+
+def _measure_as_launched(case, choice):
+    arguments = _make_arguments(case)
+
+    def call(of_weight=True):
+        return _qk_norm_rope_backward.backward(*arguments, 1e-6, (True, of_weight))
+
+    is_right = _is_right(arguments, call())
+    num_bytes = _bytes_that_must_move(case)
+    source = torch.ones(num_bytes // 8, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    # In turns, so that a drifting clock reaches both alike. The floor is not `copy_`: a
+    # captured copy becomes a memcpy node, which is another thing.
+    times, floors = [], []
+
+    for _ in range(3):
+        times.append(cold_device_time(call))
+        floors.append(cold_device_time(lambda: torch.neg(source, out=target)))
+
+    device_us, spread_us = sorted(times)[1]
+    floor_us, floor_spread_us = sorted(floors)[1]
+    times = {
+        "device_us": device_us,
+        "spread_us": spread_us,
+        "floor_us": floor_us,
+        "floor_spread_us": floor_spread_us,
+        "ratio": device_us / floor_us,
+        "tb_per_s": num_bytes / device_us / 1e6,
+    }
+
+    if choice is None:
+        times["input_only_us"] = cold_device_time(lambda: call(of_weight=False))[0]
+        times["host_us"] = host_time(call)[0]
+        times["compile_us"] = cold_device_time(_compiled_backward(arguments))[0]
+
+    return {
+        "benchmark": "qk_norm_rope_backward",
+        **dataclasses.asdict(case),
+        "choice": "own" if choice is None else "/".join(map(str, choice)),
+        "is_right": is_right,
+        "bytes": num_bytes,
+        **times,
+    }
+
+
+def _make_arguments(case):
+    generator = torch.Generator("cuda").manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    shape = (1, case.tokens, case.heads, case.head_dim)
+    angles = 6.28 * torch.rand(
+        (case.tokens, case.head_dim // 2), generator=generator, device="cuda"
+    )
+    rope = torch.polar(torch.ones_like(angles), angles)
+
+    return randn(*shape), randn(*shape), randn(case.head_dim), rope
+
+
+def _is_right(arguments, actual):
+    """Of the first tokens the gradient of the input, and that of the weight if that is all
+    of them: the definition in float64 takes 50 times the memory."""
+
+    grad_output, input, weight, rope = arguments
+    tokens = slice(0, 4096)
+    first = (grad_output[:, tokens], input[:, tokens], weight, rope[tokens])
+    expected = reference.qk_norm_rope_gradients(*first)
+    tolerances = reference.qk_norm_rope_gradients_tolerance(*first)
+    pairs = [(actual[0][:, tokens], expected[0], tolerances[0])]
+
+    if len(rope) <= 4096:
+        pairs.append((actual[1], expected[1], tolerances[1]))
+
+    return all(
+        bool(((one.double() - other).abs() <= tolerance).all())
+        for one, other, tolerance in pairs
+    )
+
+
+def _compiled_backward(arguments):
+    """The backward pass of the compiled definition, on a graph that is kept."""
+
+    grad_output, input, weight, rope = arguments
+    input = input.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+    # As the other, on the stream that is current; a graph captures it once made.
+    output = torch.compile(reference.qk_norm_rope, dynamic=False)(input, weight, rope)
+
+    return lambda: torch.autograd.grad(
+        output, (input, weight), grad_output, retain_graph=True
+    )
+
+
+def _bytes_that_must_move(case):
+    item_size = getattr(torch, case.dtype).itemsize
+    heads = case.tokens * case.heads * case.head_dim * item_size
+
+    # Heads and their gradients are read, and the input's are written; the table is read.
+    return 3 * heads + case.tokens * case.head_dim * 4
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
