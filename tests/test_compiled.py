@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 from comparison import assert_equal_bits
 from compiled_behaviour import *  # noqa: F403
+from compiled_behaviour import pack_arguments
 from gated_rms_norm_calls import make_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -17,6 +18,10 @@ from ntops_ext.nn import GatedRMSNorm
 from ntops_ext.torch import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack_
 
 OPERATORS = torch.ops.ntops_ext
+
+needs_inductor = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor generates C++ for CPU tensors"
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,8 @@ def samples():
         requiring_grad(gated_arguments()["all"]),
     )
     heads = torch.randn(1, 6, 2, 4, generator=torch.Generator().manual_seed(0))
-    weight, rope = torch.ones(4), torch.full((6, 2), 1j)
+    # The table, as real numbers: turns of a quarter.
+    weight, rope = torch.ones(4), torch.tensor([0.0, 1.0]).expand(6, 2, 2).clone()
     found["rope"] = OPERATORS.qk_norm_rope, (heads, weight, rope, 1e-6)
     found["rope-gradients"] = (
         OPERATORS.qk_norm_rope,
@@ -165,11 +171,10 @@ def test_fakes_of_rope_have_the_strides_of_results(layout):
     weight = torch.ones(128)
     rope = torch.ones(input.shape[1], 64, dtype=torch.complex64)
     real = qk_norm_rope(input, weight, rope)
+    tensors = (input, weight, torch.view_as_real(rope))
 
     with FakeTensorMode() as mode:
-        fake = OPERATORS.qk_norm_rope(
-            *(mode.from_tensor(tensor) for tensor in (input, weight, rope)), 1e-6
-        )
+        fake = OPERATORS.qk_norm_rope(*map(mode.from_tensor, tensors), 1e-6)
 
     assert (fake.shape, fake.stride()) == (real.shape, real.stride())
 
@@ -190,7 +195,7 @@ def graphs_of(function, *arguments, **options):
 
 
 def test_a_call_is_one_operator_in_the_graph():
-    """Its checks leave nothing behind."""
+    """Its checks leave nothing behind; the table of a rotation is seen as real numbers."""
 
     input = torch.ones(4, 8)
 
@@ -199,14 +204,14 @@ def test_a_call_is_one_operator_in_the_graph():
     heads, weight, rope = torch.ones(1, 6, 2, 4), torch.ones(4), torch.full((6, 2), 1j)
 
     assert graphs_of(qk_norm_rope, heads, weight, rope) == [
-        [OPERATORS.qk_norm_rope.default]
+        [torch.view_as_real, OPERATORS.qk_norm_rope.default]
     ]
 
     k_out, v_out, prefix = (torch.zeros(1, size, 1, 4) for size in (8, 8, 2))
 
     assert graphs_of(
         qk_norm_rope_pack_, heads, k_out, v_out, weight, weight, rope, prefix, prefix
-    ) == [[OPERATORS.qk_norm_rope_pack.default]]
+    ) == [[torch.view_as_real, OPERATORS.qk_norm_rope_pack.default]]
 
 
 def test_eager_calls_do_not_go_through_the_dispatcher():
@@ -246,9 +251,7 @@ def test_an_exported_module_has_the_operator():
     assert_equal_bits(program.module()(input, gate), norm(input, gate))
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="Inductor generates C++ for CPU tensors"
-)
+@needs_inductor
 def test_inductor():
     """The default backend, between operations that it generates, and its gradients."""
 
@@ -267,6 +270,24 @@ def test_inductor():
 
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@needs_inductor
+def test_inductor_packs_in_place():
+    """Views of one tensor and prefixes that are its own rows: what is complex is no hindrance."""
+
+    def function(q, k_out, v_out, *others):
+        prefixes = k_out[:, :2], v_out[:, :2]
+
+        return qk_norm_rope_pack_(q, k_out, v_out, *others[:3], *prefixes)[0] + 1
+
+    actual, expected = (pack_arguments("cpu", packed=True) for _ in range(2))
+    result = torch.compile(function, fullgraph=True)(*actual)
+
+    assert_equal_bits(result, function(*expected))
+
+    for tensor, twin in zip(actual[:3], expected[:3], strict=True):
+        assert_equal_bits(tensor, twin)
 
 
 def test_second_gradients_are_refused():

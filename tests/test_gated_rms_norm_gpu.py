@@ -13,6 +13,7 @@ from gated_rms_norm_behaviour import *  # noqa: F403
 from gated_rms_norm_behaviour import _distance
 from gated_rms_norm_calls import DTYPES, MODES, make_call
 from gated_rms_norm_kernel_behaviour import *  # noqa: F403
+from gpu_events import gpu_events
 
 from ntops_ext.torch import _launch, gated_rms_norm
 
@@ -153,27 +154,6 @@ def test_near_the_chain_that_rounds_twice_in_bfloat16(device):
 # What a call does.
 
 
-def _gpu_events(function):
-    """The names of what runs on the GPU during a call that has been made before."""
-
-    function()
-    torch.cuda.synchronize()
-    activities = [
-        torch.profiler.ProfilerActivity.CPU,
-        torch.profiler.ProfilerActivity.CUDA,
-    ]
-
-    with torch.profiler.profile(activities=activities) as profile:
-        function()
-        torch.cuda.synchronize()
-
-    return [
-        event.name
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-
-
 def _strided_call(device):
     projection = torch.randn(4096, 12288, device=device).to(torch.bfloat16)
     call = make_call(4096, 32, 128, dtype=torch.bfloat16, device=device)
@@ -200,7 +180,7 @@ def test_a_call_is_one_kernel(device, layout):
         ).with_tensors(input=torch.randn(64, 512, device=device)[:, ::2]),
     }[layout]()
 
-    (name,) = _gpu_events(call.run)
+    (name,) = gpu_events(call.run)
 
     assert "gated_rms_norm" in name
 

@@ -81,10 +81,12 @@ def qk_norm_rope(input, weight, rope, eps, out):
     if _is_differentiated(input, weight, rope, out):
         _qk_norm_rope.check_gradients(rope, out)
 
-    if out is None:
-        return _qk_norm_rope_operator(input, weight, rope, eps)
+    table = torch.view_as_real(rope)
 
-    _qk_norm_rope_out_operator(input, weight, rope, eps, out)
+    if out is None:
+        return _qk_norm_rope_operator(input, weight, table, eps)
+
+    _qk_norm_rope_out_operator(input, weight, table, eps, out)
 
     return out
 
@@ -104,7 +106,7 @@ def qk_norm_rope_pack_(
 ):
     """`ntops_ext.torch.qk_norm_rope_pack_`, traced."""
 
-    heads_and_weights = {
+    tensors = {
         "q": q,
         "k_out": k_out,
         "v_out": v_out,
@@ -115,15 +117,16 @@ def qk_norm_rope_pack_(
         "v_prefix": v_prefix,
     }
     sources = {"k_src": k_src, "v_src": v_src}
-    _check_kinds(heads_and_weights, sources)
-    arguments = (*heads_and_weights.values(), *sources.values())
+    _check_kinds(tensors, sources)
+    arguments = (*tensors.values(), *sources.values())
     _qk_norm_rope_pack.check_call(*arguments)
     eps = _checks.check_eps(eps)
 
     if _is_differentiated(*arguments):
         raise _qk_norm_rope_pack.no_gradients()
 
-    _qk_norm_rope_pack_operator(*arguments, eps)
+    tensors["rope"] = torch.view_as_real(rope)
+    _qk_norm_rope_pack_operator(*tensors.values(), *sources.values(), eps)
 
     return q, k_out, v_out
 
@@ -234,17 +237,37 @@ _gated_rms_norm_backward_operator = _custom_ops.define(
 _differentiate(_gated_rms_norm_operator, _gated_rms_norm_backward_operator, 4, 4)
 
 # -- `qk_norm_rope` and `qk_norm_rope_pack_`. ------------------------------------------
+# They take the table as real numbers, `(tokens, head_dim / 2, 2)`: Inductor cannot take apart
+# what writes its arguments and reads complex ones.
+
+
+def _with_rope(function, position):
+    """`function`, for a table of real numbers in this position."""
+
+    def run(*arguments):
+        return function(
+            *arguments[:position],
+            torch.view_as_complex(arguments[position]),
+            *arguments[position + 1 :],
+        )
+
+    return run
+
+
+_compute_qk_norm_rope = _with_rope(_qk_norm_rope.qk_norm_rope, 2)
+_compute_qk_norm_rope_pack_ = _with_rope(_qk_norm_rope_pack.qk_norm_rope_pack_, 5)
+_compute_qk_norm_rope_gradients = _with_rope(_qk_norm_rope_backward.backward, 3)
 
 _qk_norm_rope_operator = _custom_ops.define(
-    "qk_norm_rope(Tensor input, Tensor weight, Tensor rope, float eps) -> Tensor",
-    lambda *arguments: _qk_norm_rope.qk_norm_rope(*arguments, None),
+    "qk_norm_rope(Tensor input, Tensor weight, Tensor table, float eps) -> Tensor",
+    lambda *arguments: _compute_qk_norm_rope(*arguments, None),
     lambda input, *_: _contiguous_like(input),
 )
 
 _qk_norm_rope_backward_operator = _custom_ops.define(
-    "qk_norm_rope_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor rope,"
+    "qk_norm_rope_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor table,"
     " float eps, bool[] needs_input_grad) -> Tensor[]",
-    lambda *arguments: _present(_qk_norm_rope_backward.backward(*arguments)),
+    lambda *arguments: _present(_compute_qk_norm_rope_gradients(*arguments)),
     lambda _, input, weight, *arguments: _fake_gradients(
         (input, weight), arguments[-1]
     ),
@@ -253,18 +276,16 @@ _qk_norm_rope_backward_operator = _custom_ops.define(
 _differentiate(_qk_norm_rope_operator, _qk_norm_rope_backward_operator, 3, 2)
 
 _qk_norm_rope_out_operator = _custom_ops.define(
-    "qk_norm_rope_out(Tensor input, Tensor weight, Tensor rope, float eps,"
+    "qk_norm_rope_out(Tensor input, Tensor weight, Tensor table, float eps,"
     " Tensor(a!) out) -> ()",
-    lambda *arguments: _returning_nothing(_qk_norm_rope.qk_norm_rope(*arguments)),
+    lambda *arguments: _returning_nothing(_compute_qk_norm_rope(*arguments)),
     lambda *_: None,
 )
 
 _qk_norm_rope_pack_operator = _custom_ops.define(
     "qk_norm_rope_pack(Tensor(a!) q, Tensor(b!) k_out, Tensor(c!) v_out,"
-    " Tensor q_weight, Tensor k_weight, Tensor rope, Tensor k_prefix, Tensor v_prefix,"
+    " Tensor q_weight, Tensor k_weight, Tensor table, Tensor k_prefix, Tensor v_prefix,"
     " Tensor? k_src, Tensor? v_src, float eps) -> ()",
-    lambda *arguments: _returning_nothing(
-        _qk_norm_rope_pack.qk_norm_rope_pack_(*arguments)
-    ),
+    lambda *arguments: _returning_nothing(_compute_qk_norm_rope_pack_(*arguments)),
     lambda *_: None,
 )
