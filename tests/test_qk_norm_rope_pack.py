@@ -2,7 +2,6 @@
 
 import doctest
 import math
-import pathlib
 import sys
 
 import pytest
@@ -669,22 +668,6 @@ def test_examples_of_docstrings(name):
 
     assert results.attempted > 0
     assert results.failed == 0
-
-
-def test_examples_of_the_page():
-    """The examples of docs/qk_norm_rope_pack.md run, one after the other."""
-
-    page = pathlib.Path(__file__).parent.parent / "docs" / "qk_norm_rope_pack.md"
-    _, *blocks = page.read_text(encoding="utf-8").split("```python\n")
-    examples = [block.split("```")[0] for block in blocks]
-    scope = {}
-
-    # The first block shows signatures.
-    for example in examples[1:]:
-        exec(compile(example, str(page), "exec"), scope)
-
-    assert scope["q"].shape == (1, 16, 4, 128)
-    assert not scope["rounding"].is_reproduced
 
 
 @pytest.mark.parametrize("position", range(3))

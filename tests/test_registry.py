@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from ntops_stand_in import PACKAGES, make_ntops
 
 import ntops_ext
 import ntops_ext.kernels
@@ -15,29 +16,6 @@ from ntops_ext import registry
 
 KERNELS = ntops_ext.kernels.__all__
 FUNCTIONS = [name for name in ntops_ext.torch.__all__ if name != "eager_rounding"]
-
-
-def make_ntops(monkeypatch, **members):
-    """A package that is imported as ntops, with one operator and the members given."""
-
-    packages = {name: types.ModuleType(name) for name in ("ntops", *_PACKAGES)}
-
-    for name in _PACKAGES:
-        setattr(packages["ntops"], name.removeprefix("ntops."), packages[name])
-        packages[name].add = object()
-        packages[name].__all__ = ["add"]
-
-    for name, value in members.items():
-        packages["ntops.torch"].__all__.append(name)
-        setattr(packages["ntops.torch"], name, value)
-
-    for name, package in packages.items():
-        monkeypatch.setitem(sys.modules, name, package)
-
-    return packages["ntops"]
-
-
-_PACKAGES = ("ntops.kernels", "ntops.torch")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +35,7 @@ def state(ntops):
 
     return {
         name: {**vars(sys.modules[name]), "__all__": [*sys.modules[name].__all__]}
-        for name in _PACKAGES
+        for name in PACKAGES
     }
 
 
@@ -107,7 +85,7 @@ def test_registering_again_changes_nothing(ntops):
 def test_unregistering_restores_every_attribute(ntops):
     """And the lists are the same objects: others may hold them."""
 
-    lists = [sys.modules[name].__all__ for name in _PACKAGES]
+    lists = [sys.modules[name].__all__ for name in PACKAGES]
     before = state(ntops)
     ntops_ext.register()
     ntops_ext.unregister()
@@ -115,7 +93,7 @@ def test_unregistering_restores_every_attribute(ntops):
     assert state(ntops) == before
     assert all(
         sys.modules[name].__all__ is kept
-        for name, kept in zip(_PACKAGES, lists, strict=True)
+        for name, kept in zip(PACKAGES, lists, strict=True)
     )
 
     ntops_ext.unregister()
@@ -281,7 +259,7 @@ def test_without_ntops(monkeypatch):
 def test_what_ntops_misses_is_its_own_error(monkeypatch):
     """A module that ntops itself cannot import is not reported as ntops missing."""
 
-    for name in ("ntops", *_PACKAGES):
+    for name in ("ntops", *PACKAGES):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     class Finder:
