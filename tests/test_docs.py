@@ -19,7 +19,13 @@ def examples(page):
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
+# Its blocks are files: tests/test_adding_an_operator.py has them.
+NO_PROGRAM = "docs/adding_an_operator.md"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if examples(page) and page != NO_PROGRAM]
+)
 def test_examples(page, monkeypatch):
     """The blocks of a page are one program."""
 
