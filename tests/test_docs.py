@@ -38,7 +38,7 @@ def test_examples(page, monkeypatch):
         exec(compile(example, page, "exec"), scope)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != NO_PROGRAM])
 def test_sessions(page):
     """What a session shows is what it gives."""
 
