@@ -8,7 +8,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-__all__ = ["kernels", "reference", "torch"]
+__all__ = ["configs", "kernels", "reference", "torch"]
 
 
 def __getattr__(name):

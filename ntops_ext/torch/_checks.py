@@ -20,7 +20,7 @@ def check_tensor(name, value):
     """
 
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a tensor, but is a {type_name(value)}.")
 
     if value.layout is not torch.strided:
         raise TypeError(
@@ -33,6 +33,20 @@ def check_tensor(name, value):
             f"`{name}` is a view whose elements are negated when PyTorch reads them (such"
             f" as the imaginary part of a conjugate): pass `{name}.resolve_neg()`."
         )
+
+
+def type_name(value):
+    """The name of a value's type, for messages: with its module unless it is a built-in one.
+
+    `numpy.bool` is not `bool`.
+    """
+
+    kind = type(value)
+
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_dtype(name, tensor, allowed):
@@ -71,7 +85,7 @@ def check_number(name, value):
     """:raises TypeError, ValueError: If it is not a number that is finite as a float."""
 
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a number, but is a {type_name(value)}.")
 
     try:
         is_finite = math.isfinite(value)
