@@ -8,6 +8,7 @@ Wall clock a call over hundreds of calls without synchronising; the median of ro
 import argparse
 import itertools
 import pathlib
+import time
 
 import launch_cases
 import launch_timing
@@ -16,11 +17,12 @@ from environment import describe_environment, print_environment
 from launch_timing import call
 
 import ninetoothed_patches
+from ninetoothed_patches.plan_cache import UNUSED_PLANS
 
 # A planned call against torch.add, at most.
 BARS = {"5 tensors": 1.25, "5 tensors, auto-tuned": 1.25, "11 tensors": 2.0}
 
-# A miss against the unpatched call, at most.
+# A call that never comes back against the unpatched call, at most.
 MISS_BAR = 1.3
 
 
@@ -39,40 +41,40 @@ def unseen_layouts(arguments):
 
 
 def misses(rounds, calls, arguments):
-    """Unpatched calls and misses with the same layouts."""
+    """Unpatched calls, calls that never come back, and calls that come again and get a plan, of the same layouts."""
 
     twin = launch_cases.five()
-    layouts = unseen_layouts(arguments)
+    layouts = unseen_layouts(arguments)[: calls + UNUSED_PLANS + 1]
     handle = ninetoothed_patches.planned(launch_cases.five(), max_plans=len(layouts))
     # Makes the kernel for these layouts.
     twin(*layouts[-1])
     handle(*layouts[-1])
-    calls = min(calls, len(layouts) // 2)
-    unpatched, missing = itertools.cycle(layouts), itertools.cycle(layouts)
+    samples = {"unpatched": [], "new": [], "plan made": []}
 
-    def miss():
-        handle(*next(missing))
+    def measure(name, handle, layouts):
+        start = time.perf_counter()
 
-    def unpatched_call():
-        twin(*next(unpatched))
+        for layout in layouts:
+            handle(*layout)
 
-    def forget():
-        # Outside of what is timed: the layouts come round again.
-        handle._cache.clear()
-
-    samples = {"unpatched": [], "miss": []}
+        samples[name].append((time.perf_counter() - start) / len(layouts) * 1e6)
+        launch_timing.synchronize()
 
     for _ in range(rounds):
-        forget()
-        times = launch_timing.host_times(
-            {"unpatched": unpatched_call, "miss": miss}, rounds=2, calls=calls // 4
-        )
+        handle._cache.clear()
 
-        for name, time in times.items():
-            samples[name].append(time["median"])
+        # So many plans for nothing, and no more.
+        for layout in layouts[: UNUSED_PLANS + 1]:
+            handle(*layout)
+
+        remaining = layouts[UNUSED_PLANS + 1 :]
+        measure("unpatched", twin, remaining)
+        measure("new", handle, remaining)
+        measure("plan made", handle, remaining)
+        assert handle.cache_info().plans == len(layouts)
 
     info = handle.cache_info()
-    assert info.hits == 0, "a layout came round before it was forgotten"
+    assert (info.hits, info.bypasses) == (0, {}), info
 
     return {name: launch_timing.summary(values) for name, values in samples.items()}
 
@@ -150,11 +152,11 @@ def measure(device, options):
 
     return records + [
         {
-            "case": f"5 tensors, new layout, {name}",
+            "case": f"5 tensors, layouts in a row, {name}",
             **time,
             "ratio": time["median"] / miss["unpatched"]["median"],
             "of": "unpatched",
-            "bar": MISS_BAR if name == "miss" else None,
+            "bar": MISS_BAR if name == "new" else None,
         }
         for name, time in miss.items()
     ]
