@@ -8,14 +8,16 @@ import os
 import sys
 
 from ninetoothed_patches import counters
-from ninetoothed_patches.errors import UnsupportedVersionError
+from ninetoothed_patches.errors import SourceFolderError, UnsupportedVersionError
 
 __all__ = [
+    "SourceFolderError",
     "UnsupportedVersionError",
     "apply",
     "cache_info",
     "clear_plans",
     "is_applied",
+    "make",
     "planned",
     "repeater",
     "revert",
@@ -30,13 +32,15 @@ _max_plans = None
 def apply(*, max_plans=None):
     """Give every kernel that NineToothed makes from now on launch plans. Applying twice is applying once.
 
-    Kernels made before stay as they are: they work, the ordinary way.
+    Kernels made before stay as they are: they work, the ordinary way. Kernels made from now on execute the source that
+    was generated for them, never a file of NineToothed's folder that another process may have half written.
 
     :param max_plans: How many plans a handle made from now on may hold; the least recently used goes first. By default the
         environment variable `NINETOOTHED_PATCHES_MAX_PLANS`, or else 1024.
     :return: Whether the patch is applied now: False if the environment says `NINETOOTHED_PATCHES=0`.
     :raises ValueError: If `max_plans` is not a positive integer.
     :raises UnsupportedVersionError: If this NineToothed or this Triton is not known. Nothing is changed then.
+    :raises SourceFolderError: If NineToothed cannot make its folder `~/.ninetoothed`.
     """
 
     global _max_plans
@@ -46,8 +50,7 @@ def apply(*, max_plans=None):
     if _is_switched_off():
         return False
 
-    from ninetoothed_patches import materializer
-
+    materializer = _import_materializer()
     materializer.install(lambda: _bound(_max_plans))
 
     if max_plans is not None:
@@ -76,6 +79,29 @@ def is_applied():
     return materializer is not None and materializer.is_installed()
 
 
+def make(arrangement, application, tensors, *, max_plans=None, **options):
+    """`ninetoothed.make`, with launch plans and of a checked source, as after `apply()`. Nothing is patched.
+
+    :param max_plans: As for `apply()`.
+    :param options: The other arguments of `ninetoothed.make`.
+    :return: What `ninetoothed.make` returns; exactly that, if the environment says `NINETOOTHED_PATCHES=0`.
+    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises UnsupportedVersionError: If this NineToothed or this Triton is not known.
+    :raises SourceFolderError: If the source cannot be kept in NineToothed's folder.
+    """
+
+    bound = _bound(max_plans)
+
+    if _is_switched_off():
+        import ninetoothed
+
+        return ninetoothed.make(arrangement, application, tensors, **options)
+
+    materializer = _import_materializer()
+
+    return materializer.make(arrangement, application, tensors, options, bound)
+
+
 def planned(handle, *, max_plans=None):
     """A handle with launch plans, made from one that `ninetoothed.make` returned. Nothing is patched.
 
@@ -83,6 +109,7 @@ def planned(handle, *, max_plans=None):
 
     :param max_plans: As for `apply()`.
     :return: The new handle; `handle` itself if it has plans already, or if the environment says `NINETOOTHED_PATCHES=0`.
+    :raises TypeError: If `handle` is no such handle.
     :raises ValueError: If `max_plans` is not a positive integer.
     :raises UnsupportedVersionError: If this NineToothed or this Triton is not known.
     """
@@ -92,7 +119,7 @@ def planned(handle, *, max_plans=None):
     if _is_switched_off():
         return handle
 
-    from ninetoothed_patches import materializer
+    materializer = _import_materializer()
 
     return materializer.plan(handle, bound)
 
@@ -140,6 +167,16 @@ def clear_plans():
     if plan_cache is not None:
         for cache in plan_cache.caches():
             cache.clear()
+
+
+def _import_materializer():
+    from ninetoothed_patches import source_files
+
+    source_files.import_ninetoothed()
+
+    from ninetoothed_patches import materializer
+
+    return materializer
 
 
 def _is_switched_off():

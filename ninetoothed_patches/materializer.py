@@ -1,13 +1,15 @@
 """The only file that touches NineToothed: a kernel that it has made becomes a handle with launch plans."""
 
+import hashlib
 import importlib.metadata
 import sys
 import types
 
 import ninetoothed
+import ninetoothed.generation
 from ninetoothed.tensor import Tensor
 
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import source_files, triton_abi
 from ninetoothed_patches.errors import UnsupportedVersionError
 from ninetoothed_patches.plan_cache import PlanCache
 
@@ -41,7 +43,7 @@ def check():
 
 
 def install(max_plans):
-    """Give every handle that NineToothed makes from now on launch plans."""
+    """Give every handle that NineToothed makes from now on a checked source and launch plans."""
 
     global _original_call
 
@@ -53,10 +55,11 @@ def install(max_plans):
     original = _jit_module.JIT.__call__
 
     def call(self):
-        handle = original(self)
-
         # `aot` does not come here; `jit` with another caller does.
-        return plan(handle, max_plans()) if self._caller == "torch" else handle
+        if self._caller != "torch":
+            return original(self)
+
+        return plan(_make_checked(original, self), max_plans())
 
     _jit_module.JIT.__call__ = call
     _original_call = original
@@ -76,11 +79,63 @@ def is_installed():
     return _original_call is not None
 
 
+def make(arrangement, application, tensors, options, max_plans):
+    """What `ninetoothed.make` returns, of a checked source and, if it is a handle, with launch plans."""
+
+    check()
+    original = _original_call or _jit_module.JIT.__call__
+    checked = type(
+        "JIT",
+        (_jit_module.JIT,),
+        {"__call__": lambda self: _make_checked(original, self)},
+    )
+    checked_jit = _with_globals(_jit_module.jit, JIT=checked)
+    made = _with_globals(ninetoothed.make, jit=checked_jit)(
+        arrangement, application, tensors, **options
+    )
+
+    return plan(made, max_plans) if isinstance(made, _jit_module._Handle) else made
+
+
+def _make_checked(call, jit):
+    """What `call`, `JIT.__call__`, makes of `jit`, without executing a file of NineToothed's folder."""
+
+    sources = {}
+
+    def cache_source(source):
+        digest = hashlib.sha256(source.encode("utf-8")).hexdigest()
+        # As NineToothed names it, at whose folder tests may point elsewhere.
+        path = ninetoothed.generation.CACHE_DIR / f"{digest}.py"
+        source_files.keep(path, source)
+        sources[str(path)] = source
+
+        return path
+
+    def import_from_path(name, path):
+        return source_files.load(name, path, sources[path])
+
+    generator = _jit_module.CodeGenerator
+    checked = type(
+        generator.__name__,
+        (generator,),
+        {"__call__": _with_globals(generator.__call__, cache_source=cache_source)},
+    )
+
+    return _with_globals(
+        call, CodeGenerator=checked, import_from_path=import_from_path
+    )(jit)
+
+
 def plan(handle, max_plans):
     """`handle`, with launch plans. The given handle itself is left as it is."""
 
     if isinstance(handle, PlannedHandle):
         return handle
+
+    if not isinstance(handle, _jit_module._Handle):
+        raise TypeError(
+            f"`handle` must be what `ninetoothed.make` returned, but is of type {type(handle).__qualname__}."
+        )
 
     check()
 
@@ -103,7 +158,7 @@ class PlannedHandle(_jit_module._Handle):
             kernel=kernel,
             launched=launch.__globals__[launched_name],
             launch=launch,
-            watch=lambda watcher: _with_global(launch, launched_name, watcher),
+            watch=lambda watcher: _with_globals(launch, **{launched_name: watcher}),
             parameters=parameters,
             never=never,
             bound=max_plans,
@@ -127,16 +182,19 @@ class PlannedHandle(_jit_module._Handle):
         return self._cache.info()
 
 
-def _with_global(function, name, value):
-    """`function`, with one of its globals replaced for it alone."""
+def _with_globals(function, **replaced):
+    """`function`, with some of its globals replaced for it alone."""
 
-    return types.FunctionType(
+    copy = types.FunctionType(
         function.__code__,
-        {**function.__globals__, name: value},
+        {**function.__globals__, **replaced},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
+
+    return copy
 
 
 def _parameters(kernel, launch):

@@ -10,7 +10,15 @@ from ntops_ext.registry import register, unregister
 
 __version__ = "0.1.0"
 
-__all__ = ["kernels", "nn", "reference", "register", "torch", "unregister"]
+__all__ = [
+    "configs",
+    "kernels",
+    "nn",
+    "reference",
+    "register",
+    "torch",
+    "unregister",
+]
 
 
 def __getattr__(name):

@@ -1,7 +1,6 @@
 """Kernels made once and kept: a kernel's premake and choices in, its handle out."""
 
 import functools
-import pathlib
 import threading
 
 # More than the widths, layouts and modes of any one program; a program that sweeps
@@ -30,20 +29,13 @@ def make_handle(premake, *, num_warps, num_stages=1, **keywords):
 
 @functools.lru_cache(MAX_HANDLES)
 def _make(premake, num_warps, num_stages, keywords):
-    import ninetoothed
-
     import ninetoothed_patches
     from ninetoothed_patches import host_driver
 
-    try:
-        with host_driver.stand_in():
-            handle = ninetoothed.make(
-                *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
-            )
-    except OSError as error:
-        raise _unusable_folder(ninetoothed.generation.CACHE_DIR, error) from error
-
-    return ninetoothed_patches.planned(handle)
+    with host_driver.stand_in():
+        return ninetoothed_patches.make(
+            *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
+        )
 
 
 def import_kernels():
@@ -55,21 +47,10 @@ def import_kernels():
     :raises RuntimeError: If it cannot make it.
     """
 
-    try:
-        import ninetoothed  # noqa: F401
-    except OSError as error:
-        folder = pathlib.Path.home() / ".ninetoothed"
+    from ninetoothed_patches import source_files
 
-        raise _unusable_folder(folder, error) from error
+    source_files.import_ninetoothed()
 
     import ntops_ext.kernels
 
     return ntops_ext.kernels
-
-
-def _unusable_folder(folder, error):
-    return RuntimeError(
-        f"NineToothed cannot use the folder {folder} that it keeps its generated kernels"
-        f" in ({error}). Set the environment variable HOME to a writable folder before the"
-        f" first kernel is used."
-    )

@@ -1,15 +1,40 @@
 """The checks of arguments that do not belong to one operator."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntops_ext.torch import _checks
+from ntops_ext.torch import _checks, gated_rms_norm
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 
 _BUFFER = torch.zeros(512, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [
+        (1, "int"),
+        (None, "NoneType"),
+        (np.bool_(True), f"numpy.{np.bool_.__name__}"),
+        (torch.ones(1), "torch.Tensor"),
+    ],
+    ids=str,
+)
+def test_messages_name_types_so_that_they_can_be_told_apart(value, name):
+    """A `numpy.bool` that is refused is not said to be a bool."""
+
+    assert _checks.type_name(value) == name
+
+    if name != "torch.Tensor":
+        with pytest.raises(TypeError, match=f"is a {name}\\."):
+            _checks.check_tensor("input", value)
+
+    if name not in ("int", "torch.Tensor"):
+        with pytest.raises(TypeError, match=f"`norm_before_gate`.* is a {name}\\."):
+            gated_rms_norm(torch.ones(2), norm_before_gate=value)
 
 
 @st.composite

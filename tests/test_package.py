@@ -92,6 +92,17 @@ def test_an_unknown_attribute():
     assert set(ntops_ext.__all__) <= set(dir(ntops_ext))
 
 
+@pytest.mark.parametrize(
+    "name", sorted({*ntops_ext.__all__} - {"register", "unregister"})
+)
+def test_each_part_is_there_without_being_imported(name):
+    """In a process that has imported nothing but the package."""
+
+    found = run(f"import json, ntops_ext\nprint(json.dumps(ntops_ext.{name}.__name__))")
+
+    assert found == f"ntops_ext.{name}"
+
+
 def test_the_import_needs_nothing():
     """Neither NineToothed, nor Triton, nor ntops, nor torch is imported by it."""
 

@@ -35,13 +35,27 @@ def check_kind(name, value):
     """:raises TypeError: If `value` is not a tensor, or a sparse one."""
 
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a tensor, but is a {type_name(value)}.")
 
     if value.layout is not torch.strided:
         raise TypeError(
             f"`{name}` must be a dense (strided) tensor, but its layout is"
             f" {value.layout}."
         )
+
+
+def type_name(value):
+    """The name of a value's type, for messages: with its module unless it is a built-in one.
+
+    `numpy.bool` is not `bool`.
+    """
+
+    kind = type(value)
+
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_dtype(name, tensor, allowed):
@@ -84,7 +98,7 @@ def check_number(name, value):
         return
 
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a number, but is a {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a number, but is a {type_name(value)}.")
 
     try:
         is_finite = math.isfinite(value)

@@ -327,7 +327,7 @@ def check_call(
     if not isinstance(norm_before_gate, bool):
         raise TypeError(
             f"`norm_before_gate` must be a bool, but is a"
-            f" {type(norm_before_gate).__name__}."
+            f" {_checks.type_name(norm_before_gate)}."
         )
 
     if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
@@ -363,7 +363,8 @@ def _check_group_size(group_size, num_columns):
 
     if not isinstance(group_size, numbers.Integral) or isinstance(group_size, bool):
         raise TypeError(
-            f"`group_size` must be an int or None, but is a {type(group_size).__name__}."
+            f"`group_size` must be an int or None, but is a"
+            f" {_checks.type_name(group_size)}."
         )
 
     if group_size < 1 or num_columns % group_size != 0:

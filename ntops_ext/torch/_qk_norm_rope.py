@@ -78,7 +78,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
             _check_aliases(*arguments)
             _layouts.remember(layout.addresses, addresses, True)
 
-    return _compute(layout, input, weight, rope, eps, out)
+    return _compute(layout, input, weight, rope, eps, out, whole_call)
 
 
 def _differentiable(input, weight, rope, eps, out):
@@ -134,8 +134,11 @@ class _QKNormRope(torch.autograd.Function):
         return grad_input, grad_weight, None, None
 
 
-def _compute(layout, input, weight, rope, eps, out):
-    """The result of a call that was checked."""
+def _compute(layout, input, weight, rope, eps, out, whole_call=None):
+    """The result of a call that was checked.
+
+    :param whole_call: The operator's arguments, if a call is to be prepared from them.
+    """
 
     whole_call = (input, weight, rope, eps, out)
 
@@ -166,7 +169,12 @@ def _compute(layout, input, weight, rope, eps, out):
         if out is not None:
             _layouts.mark_as_written(out)
 
-        if len(launches) == 1 and layout.weights_fit and layout.prepared.is_due():
+        if (
+            whole_call is not None
+            and len(launches) == 1
+            and layout.weights_fit
+            and layout.prepared.is_due()
+        ):
             _prepare(layout, whole_call, handle, launches[0])
 
     return output

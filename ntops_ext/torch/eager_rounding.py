@@ -34,7 +34,7 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
 
     if type(head_dim) is not int:
         raise TypeError(
-            f"`head_dim` must be an int, but is a {type(head_dim).__name__}."
+            f"`head_dim` must be an int, but is a {_checks.type_name(head_dim)}."
         )
 
     if head_dim < 2 or head_dim % 2:

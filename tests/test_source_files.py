@@ -1,0 +1,307 @@
+"""NineToothed's folder of generated sources: shared, half written, tampered with, not writable."""
+
+import importlib.util
+import inspect
+import os
+import pathlib
+import py_compile
+import subprocess
+import sys
+import textwrap
+
+import launch_kernels
+import ninetoothed.generation
+import pytest
+import torch
+from launch_helpers import applied
+from recording_driver import recording
+
+import ninetoothed_patches
+from ninetoothed_patches import SourceFolderError, host_driver, source_files
+from ntops_ext import _handles
+
+TESTS = pathlib.Path(__file__).resolve().parent
+
+# 8 processes make one kernel as a user of the patch does, and one as the operators do. They
+# are forked after the imports, which take seconds, from a process without a thread.
+EIGHT_PROCESSES = """
+    import multiprocessing
+    import pathlib
+    import sys
+
+    import ninetoothed_patches
+    from ninetoothed_patches import host_driver
+    from ntops_ext._handles import import_kernels, make_handle
+
+    sys.path.insert(0, {tests!r})
+    import launch_kernels
+
+    ninetoothed_patches.apply()
+    processes = multiprocessing.get_context("fork")
+
+    def make_both(barrier, results):
+        try:
+            barrier.wait(30)
+
+            with host_driver.stand_in():
+                first = launch_kernels.scale()
+
+            second = make_handle(
+                import_kernels().sum_of_rows.premake,
+                num_warps=1,
+                num_columns=8,
+                rows_per_step=16,
+                columns_per_program=8,
+            )
+            results.put([hash(first._kernel.src), hash(second._kernel.src)])
+        except BaseException as error:
+            results.put(repr(error))
+
+    def run(number):
+        barrier, results = processes.Barrier(number), processes.Queue()
+        workers = [
+            processes.Process(target=make_both, args=(barrier, results))
+            for _ in range(number)
+        ]
+
+        for worker in workers:
+            worker.start()
+
+        answers = [results.get(timeout=30) for _ in workers]
+
+        for worker in workers:
+            worker.join(30)
+
+        return answers
+
+    folder = pathlib.Path.home() / ".ninetoothed"
+    expected = run(1)
+    sources = {{source: source.read_text() for source in folder.glob("*.py")}}
+    assert len(sources) == 2, sources
+    half, absent = sources
+    half.write_text(sources[half][:200])
+    absent.unlink()
+    assert run(8) == expected * 8
+    assert {{file: file.read_text() for file in folder.iterdir()}} == sources
+"""
+
+
+def start(script, home, **environment):
+    """A process of its own, with this home and no interpreter."""
+
+    environment = {**os.environ, "HOME": str(home), **environment}
+    environment.pop("TRITON_INTERPRET", None)
+
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        cwd=TESTS.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def make_scale():
+    with applied(), host_driver.stand_in():
+        return launch_kernels.scale()
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """NineToothed's folder, empty."""
+
+    monkeypatch.setattr(ninetoothed.generation, "CACHE_DIR", tmp_path)
+
+    return tmp_path
+
+
+@pytest.fixture
+def source(folder):
+    """The file of a kernel that was made."""
+
+    make_scale()
+    (source,) = folder.glob("*.py")
+
+    return source
+
+
+def test_first_calls_of_eight_processes(tmp_path):
+    """All make their kernels, from nothing and from what a process left by half."""
+
+    process = start(EIGHT_PROCESSES.format(tests=str(TESTS)), tmp_path)
+    _, errors = process.communicate(timeout=100)
+
+    assert process.returncode == 0, errors
+
+
+def test_what_is_executed_is_what_was_generated(source):
+    """Neither the file nor bytecode beside it, whatever they hold."""
+
+    whole = source.read_text()
+    planted = "raise SystemExit('a planted file was executed')\n"
+    source.write_text(planted)
+    # Bytecode that Python would not even compare with its source.
+    py_compile.compile(
+        str(source),
+        cfile=importlib.util.cache_from_source(str(source)),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+    handle = make_scale()
+
+    assert source.read_text() == whole
+    assert handle._source == str(source)
+    assert inspect.getsource(handle._launch) in whole
+
+
+def test_a_file_changed_later_does_not_reach_a_kernel(source, monkeypatch):
+    """Triton reads a kernel's source when it is made: that is not the file, either."""
+
+    load = source_files.load
+
+    def load_late(name, path, text):
+        pathlib.Path(path).write_text("# Another process is at it.\n")
+
+        return load(name, path, text)
+
+    monkeypatch.setattr(source_files, "load", load_late)
+    handle = make_scale()
+
+    assert handle._kernel.src.startswith("def launch_scale_application")
+
+
+def test_a_file_is_replaced_at_once(folder, monkeypatch):
+    """Whoever reads meanwhile finds the old file, and then the whole of the new one."""
+
+    path = folder / "source.py"
+    path.write_text("half")
+    seen = []
+    replace = os.replace
+
+    def watching_replace(new, old):
+        seen.append((pathlib.Path(new).read_text(), pathlib.Path(old).read_text()))
+        replace(new, old)
+
+    monkeypatch.setattr(os, "replace", watching_replace)
+    source_files.keep(path, "the whole")
+
+    assert seen == [("the whole", "half")]
+    assert path.read_text() == "the whole"
+
+    source_files.keep(path, "the whole")
+
+    assert len(seen) == 1
+
+
+def test_a_complete_folder_need_not_be_writable(source, monkeypatch):
+    """A home that can only be read will do once the sources are there."""
+
+    def refuse(*_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+
+    assert make_scale()._source == str(source)
+
+
+def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
+    """The error names the folder; the file is what it was, and there is no other."""
+
+    path = folder / "source.py"
+    path.write_text("old")
+
+    def refuse(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", refuse)
+
+    with pytest.raises(SourceFolderError, match=rf"{folder}.*no space left.*HOME"):
+        source_files.keep(path, "new")
+
+    assert [one.name for one in folder.iterdir()] == ["source.py"]
+    assert path.read_text() == "old"
+
+
+def test_apply_without_a_home():
+    """Applying, and making a kernel of an operator, name the folder and what helps."""
+
+    script = """
+        import ninetoothed_patches
+        from ntops_ext._handles import import_kernels
+
+        for call in (ninetoothed_patches.apply, import_kernels):
+            try:
+                call()
+            except ninetoothed_patches.SourceFolderError as error:
+                print(error)
+
+        assert not ninetoothed_patches.is_applied()
+    """
+    process = start(script, "/dev/null/home")
+    output, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 0, errors
+
+    lines = output.splitlines()
+
+    assert len(lines) == 2
+    assert all("/dev/null/home/.ninetoothed" in line for line in lines)
+    assert all("HOME" in line for line in lines)
+
+
+def test_a_triton_cache_that_cannot_be_written_to(monkeypatch, tmp_path):
+    """Triton's error names the folder; once it can be used the same call works."""
+
+    folder = tmp_path / "a_file" / "cache"
+    folder.parent.write_text("not a folder")
+    x = torch.ones(4, 128)
+
+    with recording() as driver, applied():
+        handle = launch_kernels.scale()
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+
+        with pytest.raises(OSError, match=str(folder)):
+            handle(x, 2.0, torch.empty_like(x))
+
+        assert not driver.records
+        assert handle.cache_info().plans == 0
+
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        handle(x, 2.0, torch.empty_like(x))
+
+        assert len(driver.records) == 1
+
+
+def test_make_is_what_ninetoothed_makes_with_plans(source):
+    """`ninetoothed_patches.make` patches nothing, and takes the arguments of the other."""
+
+    ninetoothed_patches.revert()
+    premake = _handles.import_kernels().sum_of_rows.premake
+    kernel = premake(num_columns=8, rows_per_step=16, columns_per_program=8)
+
+    with host_driver.stand_in():
+        handle = ninetoothed_patches.make(
+            *kernel,
+            num_warps=2,
+            num_stages=1,
+            kernel_name="launch_renamed",
+            max_plans=3,
+        )
+        again = ninetoothed.make(*kernel, num_warps=2, num_stages=1)
+
+    assert handle._kernel.__name__ == "launch_renamed"
+    assert handle.cache_info().bound == 3
+    assert not hasattr(again, "cache_info")
+    assert not ninetoothed_patches.is_applied()
+
+    with pytest.raises(ValueError, match="`max_plans`"):
+        ninetoothed_patches.make(*kernel, max_plans=0)
+
+
+@pytest.mark.parametrize("handle", [3, None, len], ids=repr)
+def test_what_is_no_handle_gets_no_plans(handle):
+    """The message names the argument and what it got."""
+
+    with pytest.raises(TypeError, match=f"`handle`.*{type(handle).__qualname__}"):
+        ninetoothed_patches.planned(handle)
