@@ -6,7 +6,14 @@ kernel's launch; what a custom operator does when it runs is that eager call.
 
 import torch
 
-_LIBRARY = torch.library.Library("ntops_ext", "DEF")  # noqa: TOR901
+_LIBRARY = torch.library.Library("ntops_ext", "DEF")
+
+# Kernels address strides as they are: Inductor must hand over the layouts that eager code
+# would, neither copies nor ones of its choice, which could be refused. PyTorch before 2.8
+# may have the weaker tag only, by which the order of the strides is that of eager code.
+_EXACT_STRIDES = getattr(
+    torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order
+)
 
 
 def define(schema, implementation, fake):
@@ -21,11 +28,7 @@ def define(schema, implementation, fake):
     """
 
     name = schema.partition("(")[0]
-    # Kernels address strides as they are: Inductor must hand over the layouts that eager
-    # code would, neither copies nor ones of its choice, which could be refused.
-    _LIBRARY.define(
-        schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    )
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, _EXACT_STRIDES))
 
     def run(*args):
         with torch.no_grad():
