@@ -1,0 +1,61 @@
+"""The options that the scripts have in common, read before anything imports Triton."""
+
+import argparse
+import os
+import pathlib
+import sys
+
+import torch
+
+
+def make_parser(documentation):
+    """A parser with `--device`, `--quick` and `--output`, described by a script's docstring."""
+
+    parser = argparse.ArgumentParser(description=documentation.partition("\n\n")[0])
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer cases and rounds: under 2 minutes on a GPU",
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, metavar="FILE.jsonl", help="for the records"
+    )
+
+    return parser
+
+
+def parse(parser, arguments, *, interpret=True):
+    """The options, with a device that is there.
+
+    :param interpret: Whether kernels run in Triton's interpreter on a CPU. Triton reads that
+        when it is imported, so no script may have imported it by now.
+    """
+
+    options = parser.parse_args(arguments)
+
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
+
+    if options.device == "cpu" and interpret:
+        assert "triton" not in sys.modules
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    return options
+
+
+def progress(steps, unit):
+    """The same steps, with a bar where somebody looks on and tqdm is installed."""
+
+    if not sys.stderr.isatty():
+        return steps
+
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+
+    return tqdm(steps, unit=unit)
