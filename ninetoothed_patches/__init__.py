@@ -17,6 +17,7 @@ __all__ = [
     "clear_plans",
     "is_applied",
     "planned",
+    "repeater",
     "revert",
 ]
 
@@ -94,6 +95,27 @@ def planned(handle, *, max_plans=None):
     from ninetoothed_patches import materializer
 
     return materializer.plan(handle, bound)
+
+
+def repeater(handle, *arguments):
+    """A function that launches what `handle(*arguments)` launches, with other addresses.
+
+    For callers that know themselves that a call is like an earlier one: they save reading it again, which costs as much
+    as the launch. The function takes the address of each tensor of `arguments`, in their order, as an integer. It returns
+    True if it has launched, on the current stream, and False if nothing was launched because the plan of that call does
+    not hold: it was dropped, the alignment of an address differs, another device is current, a launch hook is installed,
+    or Triton's state has changed. Then call the handle. It holds no tensor.
+
+    That the tensors behind the addresses have the shapes, strides, dtypes and device of `arguments`, and that the scalars
+    are the same, is for the caller to see to: nothing checks it.
+
+    :param handle: A handle with plans.
+    :param arguments: A call's arguments, by position.
+    :return: The function, or None if there is no plan for such a call yet, or can be none: after the call has been made
+        there may be one.
+    """
+
+    return handle.repeater(*arguments) if hasattr(handle, "repeater") else None
 
 
 def cache_info():

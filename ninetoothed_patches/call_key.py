@@ -56,8 +56,9 @@ def is_aligned(address):
 class CallReader:
     """How calls of one handle are read.
 
-    `addresses` and `key` are source text in terms of the parameters, for the handle's entry; names of ours in it start with
-    two underscores. The key's first item, `kinds`, is what decides whether a call can be planned at all: types and devices.
+    `addresses`, `key` and `outline` are source text in terms of the parameters, for the handle's entry; names of ours in it
+    start with two underscores. The key's first item, `kinds`, is what decides whether a call can be planned at all: types and
+    devices. The outline, shapes and scalars alone, costs a third of the key.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """
@@ -68,10 +69,13 @@ class CallReader:
         self._is_tensor = [is_tensor for _, is_tensor in parameters]
 
         self.addresses = []
-        kinds, values = [], []
+        kinds, values, outline = [], [], []
+        # Where in a key the outline's parts are.
+        self._outline_indices = []
 
         for name, is_tensor in parameters:
             kinds.append(f"__type({name})")
+            self._outline_indices.append(1 + len(values))
 
             if is_tensor:
                 address = f"__address_{name}"
@@ -86,7 +90,15 @@ class CallReader:
             else:
                 values.append(f"{name} if __type({name}) is __int else __bits({name})")
 
+            outline.append(values[self._outline_indices[-1] - 1])
+
         self.key = f"(({', '.join(kinds)}), {', '.join(values)})"
+        self.outline = f"({', '.join(outline)},)"
+
+    def outline_of(self, key):
+        """The outline of the call that `key` is of."""
+
+        return tuple(key[index] for index in self._outline_indices)
 
     def tensors_of(self, arguments):
         return [

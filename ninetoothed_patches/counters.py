@@ -9,7 +9,8 @@ class CacheInfo:
     """What became of the calls so far.
 
     :param hits: Calls that were launched from a plan.
-    :param misses: Calls that went the ordinary way, and from which a plan was made (unless they raised).
+    :param misses: Calls that went the ordinary way because there was no plan. One was made (unless they raised), or, where
+        many plans were made for nothing before, is made when the call comes again.
     :param bypasses: Calls that went the ordinary way because a plan could not be proved the same, by reason.
     :param evictions: Plans that had to go because the cache was full.
     :param plans: How many plans are held now.

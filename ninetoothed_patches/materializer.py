@@ -116,6 +116,11 @@ class PlannedHandle(_jit_module._Handle):
 
         return planned
 
+    def repeater(self, *arguments):
+        """See `ninetoothed_patches.repeater`."""
+
+        return self._cache.repeater(arguments)
+
     def cache_info(self):
         """What became of this handle's calls: see `ninetoothed_patches.cache_info`."""
 

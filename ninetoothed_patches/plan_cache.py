@@ -27,6 +27,13 @@ from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 # two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
 RECENT_PLANS = 4
 
+# How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
+# it costs most of an ordinary call again, and there are workloads in which nothing comes twice.
+UNUSED_PLANS = 16
+
+# How many calls that came once are remembered, beside those that have plans.
+MAX_SEEN = 4096
+
 # Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
 _ENTRY = """\
 def {name}(__handle, {parameters}, *__surplus):
@@ -51,7 +58,8 @@ def {name}(__handle, {parameters}, *__surplus):
             ):
                 break
         else:
-            __plan, __key = None, {key}
+            __plan = None
+            __key = __NEW if __cache.is_sparing and __cache.is_new({outline}) else {key}
     except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
         __plan = __key = None
@@ -59,6 +67,9 @@ def {name}(__handle, {parameters}, *__surplus):
     if __plan is None:
         if __key is None:
             return __cache.unreadable(({parameters},))
+
+        if __key is __NEW:
+            return __cache.ordinary(({parameters},))
 
         return __cache.call(__key, ({parameters},), ({addresses},))
 
@@ -74,6 +85,51 @@ and (
                     and {name} == __plan.scalars[{position}]
                     and {name}
                 )"""
+
+
+# In a key's place: this call gets none.
+_NEW = object()
+
+
+_READ = """\
+def read({parameters}):
+    {read_addresses}
+
+    return {key}, ({addresses},)
+"""
+
+_REPEATER = """\
+def make(__plan, __driver, __device, __state, __store):
+    __launch = __plan.launch
+    __alignments = __plan.alignments
+    __current_device, __current_stream = __plan.current_device, __plan.current_stream
+
+    def {name}({addresses}):
+        try:
+            __is_valid = (
+                __plan.is_kept
+                and {driver} is __driver
+                and __current_device() == __device
+                and (({any_address}) % {alignment} and ({alignments},)) == __alignments
+                and {state} == __state
+                and {stores}[__device] is __store
+                {tuner_fits}
+                and not ({watchers})
+            )
+        except __Exception:
+            # Whatever it is, the whole call meets it again and says so.
+            return False
+
+        if not __is_valid:
+            return False
+
+        __plan.stamp = __next(__clock)
+        __launch(__current_stream(__device), {addresses})
+
+        return True
+
+    return {name}
+"""
 
 
 class PlanCache:
@@ -120,6 +176,7 @@ class PlanCache:
         self._bypasses = collections.Counter()
 
         self._reset()
+        self._read = self._make_repeater = None
         self.entry = self._never_entry(never) if never else self._entry(parameters)
         _CACHES.add(self)
 
@@ -133,6 +190,10 @@ class PlanCache:
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
+        # How many of the last plans were never used; whether that is too many; then, the outlines of calls so far.
+        self._unused = 0
+        self.is_sparing = False
+        self._seen = set()
         self._forms = weakref.WeakKeyDictionary()
         self._plannable_kinds = set()
         self._known_rule = None, None
@@ -146,10 +207,16 @@ class PlanCache:
 
             self._plans.clear()
             self._queue.clear()
+            self._seen.clear()
+            self._unused = 0
+            self.is_sparing = False
             self.recent = ()
 
     def after_fork_in_child(self):
         """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
+
+        for plan in self._plans.values():
+            plan.is_kept = False
 
         self._reset()
         self._watcher.take()
@@ -191,6 +258,7 @@ class PlanCache:
             "__int": int,
             "__type": type,
             "__next": next,
+            "__NEW": _NEW,
             "__len": len,
             "__Exception": Exception,
         }
@@ -204,27 +272,35 @@ class PlanCache:
         )
         reader = self._reader
         addresses = [address for address, _ in reader.addresses]
+        texts = {
+            "name": self._launch.__name__,
+            "parameters": ", ".join(name for name, _ in parameters),
+            "read_addresses": "; ".join(map(" = ".join, reader.addresses)),
+            "addresses": ", ".join(addresses),
+            "any_address": " | ".join(addresses),
+            "alignment": ALIGNMENT,
+            "alignments": ", ".join(map(is_aligned, addresses)),
+            "key": reader.key,
+            "driver": expressions.driver,
+            "state": expressions.state,
+            "stores": expressions.stores,
+            "watchers": expressions.watchers,
+            "tuner_fits": "and __len(__tuner.cache) == __cache.tuned"
+            if self._tuner
+            else "",
+        }
+        self._make_repeater, self._read = (
+            compile_function(template.format(**texts), name, names)
+            for template, name in ((_REPEATER, "make"), (_READ, "read"))
+        )
         source = _ENTRY.format(
-            name=self._launch.__name__,
-            parameters=", ".join(name for name, _ in parameters),
+            **texts,
             tensors=", ".join(reader.tensors),
-            read_addresses="\n        ".join(map(" = ".join, reader.addresses)),
-            addresses=", ".join(addresses),
-            any_address=" | ".join(addresses),
-            alignment=ALIGNMENT,
-            alignments=", ".join(map(is_aligned, addresses)),
+            outline=reader.outline,
             scalars_fit="\n                ".join(
                 _SCALAR_FITS.format(name=name, position=position)
                 for position, name in enumerate(reader.scalars)
             ),
-            tuner_fits="and __len(__tuner.cache) == __cache.tuned"
-            if self._tuner
-            else "",
-            key=reader.key,
-            driver=expressions.driver,
-            state=expressions.state,
-            stores=expressions.stores,
-            watchers=expressions.watchers,
         )
 
         return compile_function(source, self._launch.__name__, names)
@@ -265,6 +341,31 @@ class PlanCache:
 
         return self._ordinary(self._launch, arguments)
 
+    def ordinary(self, arguments):
+        """A call that gets no plan."""
+
+        return self._ordinary(self._launch, arguments)
+
+    def is_new(self, outline):
+        """Whether no call of this outline has come yet. From now on one has."""
+
+        outline = hash(outline)
+
+        with self._changing:
+            if outline in self._seen:
+                return False
+
+            if len(self._seen) >= MAX_SEEN + len(self._plans):
+                self._see_plans_only()
+
+            self._seen.add(outline)
+            self._misses += 1
+
+        return True
+
+    def _see_plans_only(self):
+        self._seen = {hash(self._reader.outline_of(call)) for *_, call in self._plans}
+
     def call(self, key, arguments, addresses):
         """A call that no recent plan fits."""
 
@@ -304,6 +405,30 @@ class PlanCache:
         self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
         plan.launch(plan.current_stream(device), *addresses)
+
+    def repeater(self, arguments):
+        """See `ninetoothed_patches.repeater`."""
+
+        if self._read is None:
+            return None
+
+        try:
+            call, addresses = self._read(*arguments)
+            driver = triton_abi.active_driver()
+            device = driver.get_current_device()
+            plan = self._plans.get((driver, device, self._state(), call))
+        except (AttributeError, RuntimeError, TypeError):
+            # No call that can be planned, and so none that has a plan.
+            return None
+
+        with self._changing:
+            if plan is None or not plan.is_kept:
+                return None
+
+            if plan.launch is None:
+                self._finish(plan, addresses)
+
+        return self._make_repeater(plan, driver, device, plan.state, plan.store)
 
     def _tensor_rule(self, store):
         known = self._known_rule
@@ -441,6 +566,14 @@ class PlanCache:
 
             self._clock_looks += 1
             self._made += 1
+            self._unused += 1
+
+            if self.is_sparing:
+                self._seen.add(hash(self._reader.outline_of(plan.key[-1])))
+            elif self._unused > UNUSED_PLANS:
+                self._see_plans_only()
+                self.is_sparing = True
+
             plan.stamp = next(self._clock)
             self._plans[plan.key] = plan
             heapq.heappush(self._queue, (plan.stamp, plan))
@@ -493,6 +626,8 @@ class PlanCache:
         A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
         """
 
+        self._unused = 0
+        self.is_sparing = False
         bound, grid, compiled = plan.launched
         form = self._forms.get(compiled)
 

@@ -47,6 +47,22 @@ def parse(parser, arguments, *, interpret=True):
     return options
 
 
+def parse_host_options(parser, arguments):
+    """The options of a script that times calls on the host, with its rounds and calls.
+
+    Where there is no GPU, nothing is interpreted: launches do nothing.
+    """
+
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--calls", type=int, help="a round")
+    options = parse(parser, arguments, interpret=False)
+    is_tiny = options.quick and options.device == "cpu"
+    options.rounds = options.rounds or (2 if is_tiny else 9 if options.quick else 25)
+    options.calls = options.calls or (8 if is_tiny else 400)
+
+    return options
+
+
 def progress(steps, unit):
     """The same steps, with a bar where somebody looks on and tqdm is installed."""
 

@@ -152,3 +152,23 @@ def call(handle, arguments):
     source = f"lambda: handle({', '.join(names)})"
 
     return eval(source, {"handle": handle, **dict(zip(names, arguments, strict=True))})
+
+
+LAUNCHES_DO_NOTHING = "Launches do nothing here: these times are not those of a device."
+
+
+def print_table(records, device):
+    """Host times beside what they are measured against."""
+
+    if device == "cpu":
+        print(LAUNCHES_DO_NOTHING)
+
+    print(f"{'case':40} {'us':>7} {'spread':>7} {'ratio':>6} {'bar':>5}")
+
+    for record in records:
+        bar = record["bar"]
+        print(
+            f"{record['case']:40} {record['median']:7.2f} {record['spread']:7.2f} "
+            f"{record['ratio']:6.2f} {'' if bar is None else format(bar, '5.2f')}"
+            f"{'' if bar is None or record['ratio'] <= bar else '  MISSED'}"
+        )

@@ -14,7 +14,7 @@ import launch_cases
 import results
 import timing
 import torch
-from command_line import make_parser, parse
+from command_line import make_parser, parse_host_options
 from environment import describe_environment, print_environment
 from launch_cases import call
 
@@ -24,13 +24,7 @@ WHOLE, REST = "a whole call", "rest: frames, comparing, counting"
 
 
 def main(arguments):
-    parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--calls", type=int)
-    options = parse(parser, arguments, interpret=False)
-    is_tiny = options.quick and options.device == "cpu"
-    options.rounds = options.rounds or (2 if is_tiny else 7 if options.quick else 15)
-    options.calls = options.calls or (8 if is_tiny else 300)
+    options = parse_host_options(make_parser(__doc__), arguments)
 
     with launch_cases.launching(options.device):
         x, y, z = (torch.ones(32, 128, device=options.device) for _ in range(3))
@@ -56,7 +50,7 @@ def main(arguments):
     print_environment(environment)
 
     if options.device == "cpu":
-        print("Launches do nothing here: these times are not those of a device.")
+        print(launch_cases.LAUNCHES_DO_NOTHING)
 
     print_table(records)
 

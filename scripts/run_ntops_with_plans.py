@@ -1,13 +1,15 @@
 """ntops with launch plans for all its kernels: its own tests, and the host time of ten of its operators. Needs a GPU.
 
     python scripts/run_ntops_with_plans.py times NTOPS_FOLDER [--output FILE.jsonl]
-    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [-- PYTEST_ARGUMENT...]
+    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--jobs N] [--gpus N] [-- PYTEST_ARGUMENT...]
 
-NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs its suite twice at once, unpatched and patched, and
-compares the outcome of each test.
+NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs each file of its suite twice, unpatched and patched,
+and compares the outcome of each test.
 """
 
 import argparse
+import collections
+import concurrent.futures
 import os
 import pathlib
 import subprocess
@@ -17,69 +19,106 @@ import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-PATCHED = """\
+PROGRAM = """\
 import sys
 import pytest
 import ninetoothed_patches
 
-assert ninetoothed_patches.apply()
-status = pytest.main(sys.argv[1:])
+way, *arguments = sys.argv[1:]
+
+if way == "patched":
+    assert ninetoothed_patches.apply()
+
+status = pytest.main(arguments)
 info = ninetoothed_patches.cache_info()
 print(f"hits {info.hits}, misses {info.misses}, bypasses {info.bypasses}, handles {len(info.handles)}")
 sys.exit(status)
 """
 
-UNPATCHED = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+def run_tests(folder, options):
+    """Run the suite both ways, file by file; the number of files of which some test has another outcome."""
+
+    files = sorted((folder / "tests").glob("test_*.py"))
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        comparisons = [
+            pool.submit(compare_file, folder, file, number, options)
+            for number, file in enumerate(files)
+        ]
+        num_tests = num_differing = num_unfinished = 0
+
+        for comparison in concurrent.futures.as_completed(comparisons):
+            line, tests, differing = comparison.result()
+            print(line, flush=True)
+            num_tests += tests
+            num_differing += differing
+            num_unfinished += tests == 0
+
+    print(
+        f"{len(files)} files, {num_tests} tests, {num_differing} with another outcome,"
+        f" {num_unfinished} files without a test that ran to its end"
+    )
+
+    return num_differing + num_unfinished
 
 
-def run_tests(folder, arguments):
-    """Run the suite both ways; the number of tests whose outcome differs."""
+def compare_file(folder, file, number, options):
+    """A line about one file, the number of its tests, and how many of them have another outcome when patched."""
 
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "src"), *sys.path[1:]]),
+        "CUDA_VISIBLE_DEVICES": str(number % options.gpus),
     }
+    outcomes, last_lines = {}, {}
 
-    with tempfile.TemporaryDirectory() as reports:
-        runs = {}
+    # NineToothed's and Triton's files of their own: processes that share them wait for one another, or read half a file.
+    # The second way finds its kernels compiled.
+    with tempfile.TemporaryDirectory() as home:
+        environment |= {"HOME": home, "TRITON_CACHE_DIR": f"{home}/triton"}
 
-        for name, program in (("unpatched", UNPATCHED), ("patched", PATCHED)):
-            report = pathlib.Path(reports) / f"{name}.xml"
-            command = [sys.executable, "-c", program, "tests", "-q", "--tb=line"]
-            command += ["-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-            runs[name] = (
-                subprocess.Popen(
-                    command,
+        for way in ("unpatched", "patched"):
+            report = pathlib.Path(home, f"{way}.xml")
+            command = [sys.executable, "-c", PROGRAM, way, str(file), "-q", "--tb=line"]
+            command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+            outcomes[way] = {}
+
+            try:
+                finished = subprocess.run(
+                    [*command, *options.pytest],
                     cwd=folder,
                     env=environment,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                ),
-                report,
-            )
+                    timeout=options.timeout,
+                )
+            except subprocess.TimeoutExpired:
+                last_lines[way] = "not finished in time"
 
-        outcomes = {}
+                continue
 
-        for name, (process, report) in runs.items():
-            output, _ = process.communicate()
-            print(f"== {name}", *output.strip().splitlines()[-4:], sep="\n")
-            outcomes[name] = outcomes_of(report)
+            last_lines[way] = finished.stdout.strip().splitlines()[-1]
 
-    differing = [
-        test
+            if report.exists():
+                outcomes[way] = outcomes_of(report)
+
+    if not outcomes["unpatched"] or not outcomes["patched"]:
+        return f"{file.stem}: {last_lines}", 0, 0
+
+    differing = {
+        test: [outcomes[way].get(test) for way in outcomes]
         for test in outcomes["unpatched"].keys() | outcomes["patched"].keys()
         if outcomes["unpatched"].get(test) != outcomes["patched"].get(test)
-    ]
+    }
+    kinds = collections.Counter(outcomes["patched"].values())
+    line = f"{file.stem}: {dict(kinds)}, {len(differing)} with another outcome; {last_lines['patched']}"
 
-    for test in sorted(differing):
-        print(
-            test, outcomes["unpatched"].get(test), "->", outcomes["patched"].get(test)
-        )
+    if differing:
+        line += f" {differing}"
 
-    print(f"{len(outcomes['unpatched'])} tests, {len(differing)} with another outcome")
-
-    return len(differing)
+    return line, len(outcomes["unpatched"]), len(differing)
 
 
 def outcomes_of(report):
@@ -168,12 +207,17 @@ def main():
     parser.add_argument("what", choices=["times", "tests"])
     parser.add_argument("folder", type=pathlib.Path, help="a checkout of ntops")
     parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
+    parser.add_argument("--jobs", type=int, default=4, help="files at once")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs that files take turns on"
+    )
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a file")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     folder = options.folder.resolve()
 
     if options.what == "tests":
-        return int(run_tests(folder, options.pytest) > 0)
+        return int(run_tests(folder, options) > 0)
 
     return measure(folder, options.output)
 

@@ -71,6 +71,14 @@ def warm_device_time(function, *, rounds=15):
     return _median_and_spread(_warm_times({"": function}, rounds=rounds)[""])
 
 
+def host_time(function, *, rounds=15, calls=HOST_CALLS):
+    """The median and the spread of `host_us`."""
+
+    samples = _host_times({"": function}, rounds=rounds, calls=calls)
+
+    return _median_and_spread(samples[""])
+
+
 def host_times(functions, *, rounds, calls):
     """Host time of each function: the median over rounds, and the spread between quartiles.
 

@@ -10,7 +10,8 @@ from recording_driver import recording
 from triton.compiler import CompiledKernel
 
 import ninetoothed_patches
-from ninetoothed_patches.plan_cache import RECENT_PLANS
+from ninetoothed_patches import plan_cache
+from ninetoothed_patches.plan_cache import RECENT_PLANS, UNUSED_PLANS
 
 
 @pytest.fixture
@@ -26,18 +27,20 @@ def counts(handle):
 
 
 def test_the_bound_is_kept_whatever_comes(driver):
-    """LP19: 1,000 layouts twice, room for 8: all misses, never more than 8 plans."""
+    """LP19: 1,000 layouts thrice, room for 8: never more than 8 plans."""
 
     handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=8)
     most = 0
 
-    for _ in range(2):
+    for _ in range(3):
         for count in range(1, 1001):
             handle(x := rows(1).expand(count, 128), 0.5, x)
             most = max(most, len(handle._cache._plans), len(handle._cache._queue))
 
-    assert most == 8
-    assert counts(handle) == (0, 2000, 1992, 8)
+    hits, misses, evictions, plans = counts(handle)
+    assert most == plans == 8
+    assert hits + misses == 3000
+    assert evictions > UNUSED_PLANS
 
 
 def test_the_least_recently_used_plan_goes_first(driver):
@@ -52,7 +55,9 @@ def test_the_least_recently_used_plan_goes_first(driver):
         if count % 4 == 0:
             handle(kept, 0.5, kept)
 
-    assert counts(handle) == (249, 1001, 993, 8)
+    hits, misses, evictions, plans = counts(handle)
+    assert (hits, misses, plans) == (249, 1001, 8)
+    assert evictions > 8
 
 
 def test_the_order_of_use_is_exact(driver):
@@ -79,6 +84,77 @@ def test_the_order_of_use_is_exact(driver):
     # 4 is gone.
     assert use(3, 1, 2, 4) == [1, 1, 1, 0]
     assert use(3) == [0]
+
+
+def call_once(pair, counts):
+    for count in counts:
+        pair.call(x := rows(1).expand(count, 128), 0.5, x)
+
+
+def test_calls_that_never_come_back_get_no_plans(driver):
+    """Once many plans in a row were made for nothing, a call has to come twice before it gets one."""
+
+    pair = Pair("scale", driver)
+    call_once(pair, range(1, 101))
+    assert pair.info.plans == UNUSED_PLANS + 1
+    assert pair.counts == (0, 100, 0)
+
+    # Each comes back: its plan is made, and used from then on.
+    call_once(pair, [90, 91, 90, 91])
+    assert pair.info.plans == UNUSED_PLANS + 3
+    assert pair.counts == (2, 102, 0)
+
+
+def test_a_plan_that_is_used_ends_that(driver):
+    """What comes back is a sign that other calls will, too: the next new one gets a plan at once."""
+
+    pair = Pair("scale", driver)
+    call_once(pair, range(1, 101))
+    call_once(pair, [1, 101, 101])
+    assert pair.counts == (2, 101, 0)
+
+
+def test_a_call_that_has_a_plan_is_never_new(driver, monkeypatch):
+    """What is remembered of calls that came once is bounded; calls with plans are not forgotten with them."""
+
+    monkeypatch.setattr(plan_cache, "MAX_SEEN", 4)
+    pair = Pair("scale", driver)
+    call_once(pair, range(1, 101))
+    assert len(pair.planned._cache._seen) <= 4 + UNUSED_PLANS + 1
+    assert pair.info.plans == UNUSED_PLANS + 1
+
+    # The first use of a plan, and a plan made before any was used.
+    call_once(pair, [UNUSED_PLANS, UNUSED_PLANS])
+    assert pair.counts == (2, 100, 0)
+
+
+def test_a_scalar_that_changes_every_time_gets_no_plans(driver):
+    """A seed, say: the tensors come back, the call does not."""
+
+    pair = Pair("scale", driver)
+    x = rows()
+
+    for step in range(100):
+        pair.call(x, 0.5 + step, x)
+
+    assert pair.info.plans == UNUSED_PLANS + 1
+    pair.call(x, 80.5, x)
+    pair.call(x, 80.5, x)
+    assert pair.counts == (1, 101, 0)
+
+
+def test_an_unplannable_call_is_still_told_by_its_reason(driver):
+    """When it comes back: the first time it is only new."""
+
+    pair = Pair("scale", driver)
+    call_once(pair, range(1, 101))
+    x = rows(200)
+    view = x.as_subclass(type("Subclass", (type(x),), {}))
+
+    for _ in range(2):
+        pair.call(view, 0.5, x)
+
+    assert pair.info.bypasses == {"tensor subclass": 1}
 
 
 def test_constants_do_not_grow_our_cache(driver):

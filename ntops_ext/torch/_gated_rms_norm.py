@@ -8,9 +8,25 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _launch, _layouts, _rows
+from ntops_ext.torch import _checks, _launch, _layouts, _prepared, _rows
 
 _NAMES = ("input", "weight", "gate", "bias", "out")
+
+_prepared_calls = _prepared.PreparedCalls(
+    (
+        "input",
+        "weight",
+        "gate",
+        "bias",
+        "eps",
+        "group_size",
+        "norm_before_gate",
+        "activation",
+        "weight_offset",
+        "out",
+    ),
+    result="out",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +44,7 @@ class _Layout:
     addresses: dict = dataclasses.field(default_factory=dict)
     # The handle of each launch, once it was made.
     handles: list = dataclasses.field(default_factory=list)
+    prepared: _prepared.OfLayout = dataclasses.field(default_factory=_prepared.OfLayout)
 
 
 def compute(
@@ -44,12 +61,38 @@ def compute(
 ):
     """What `ntops_ext.torch.gated_rms_norm` returns."""
 
+    for prepared_call in _prepared_calls.recent:
+        result = prepared_call(
+            input,
+            weight,
+            gate,
+            bias,
+            eps,
+            group_size,
+            norm_before_gate,
+            activation,
+            weight_offset,
+            out,
+        )
+
+        if result is not None:
+            return result
+
     arguments = (input, weight, gate, bias, out)
     tensors = [tensor for tensor in arguments if tensor is not None]
     options = (eps, group_size, norm_before_gate, activation, weight_offset)
     # Types, because 1 equals True and 1.0.
     mode = (*options, *map(type, options), *[tensor is None for tensor in arguments])
     layout = _layouts_of_calls.get(mode, tensors, arguments, *options)
+    whole_call = (input, weight, gate, bias, *options, out)
+
+    for prepared_call in layout.prepared.calls:
+        result = prepared_call(*whole_call)
+
+        if result is not None:
+            _prepared_calls.use(prepared_call)
+
+            return result
 
     if any(map(torch.Tensor.is_neg, tensors)):
         for name, tensor in zip(_NAMES, arguments, strict=True):
@@ -118,14 +161,42 @@ def compute(
         result = torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
     if layout.parts and not result.is_meta:
-        _run_kernel(
+        launches = _launches(
             layout, input, weight, gate, bias, norm_before_gate, activation, result
         )
+
+        for handle, launched in launches:
+            _launch.launch(handle, input.device, *launched)
 
         if out is not None:
             _layouts.mark_as_written(out)
 
+        if len(launches) == 1 and layout.prepared.is_due():
+            _prepare(layout, whole_call, *launches[0], result)
+
     return result
+
+
+def _prepare(layout, whole_call, handle, launched, result):
+    out = whole_call[-1]
+    names = ("input", "gate", "weight", "bias", "out")
+    prepared_call = _prepared_calls.prepare(
+        whole_call,
+        handle,
+        launched,
+        addressed=[
+            name
+            for name, argument in zip(names, launched, strict=False)
+            if isinstance(argument, torch.Tensor)
+        ],
+        checked=None if out is None else layout.addresses,
+        allocated=("out", result) if out is None else None,
+        written=() if out is None else ("out",),
+    )
+
+    if prepared_call is not None:
+        layout.prepared.add(prepared_call)
+        _prepared_calls.use(prepared_call)
 
 
 def _check_layout(
@@ -267,7 +338,9 @@ def _check_overlap(input, weight, gate, bias, out):
             raise ValueError(f"`out` must not share memory with `{name}`.")
 
 
-def _run_kernel(layout, input, weight, gate, bias, norm_before_gate, activation, out):
+def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, out):
+    """Pairs of a handle and the arguments to call it with."""
+
     kernel = import_kernels().gated_rms_norm
 
     if not layout.handles:
@@ -282,22 +355,25 @@ def _run_kernel(layout, input, weight, gate, bias, norm_before_gate, activation,
     else:
         activation_code = kernel.SIGMOID if activation == "sigmoid" else kernel.SILU
 
-    for handle, views in zip(layout.handles, layout.parts, strict=True):
-        # An absent tensor is a number for the kernel (see `premake`).
-        _launch.launch(
+    return [
+        (
             handle,
-            input.device,
-            views[0].apply(input),
-            0.0 if gate is None else views[2].apply(gate),
-            1.0 if weight is None else weight,
-            -0.0 if bias is None else bias,
-            views[1].apply(out),
-            1.0 / layout.group_size,
-            layout.eps,
-            layout.weight_offset,
-            activation_code,
-            int(norm_before_gate),
+            # An absent tensor is a number for the kernel (see `premake`).
+            (
+                views[0].apply(input),
+                0.0 if gate is None else views[2].apply(gate),
+                1.0 if weight is None else weight,
+                -0.0 if bias is None else bias,
+                views[1].apply(out),
+                1.0 / layout.group_size,
+                layout.eps,
+                layout.weight_offset,
+                activation_code,
+                int(norm_before_gate),
+            ),
         )
+        for handle, views in zip(layout.handles, layout.parts, strict=True)
+    ]
 
 
 def _make_handle(kernel, group_size, view, weight, gate, bias):

@@ -6,12 +6,16 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts, _rows
+from ntops_ext.torch import _checks, _heads, _layouts, _prepared, _rows
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
 from ntops_ext.torch._launch import launch, runs_kernel
 
 _NAMES = ("input", "weight", "rope", "out")
+
+_prepared_calls = _prepared.PreparedCalls(
+    ("input", "weight", "rope", "eps", "out"), result="out"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,14 +30,31 @@ class _Layout:
     addresses: dict = dataclasses.field(default_factory=dict)
     # The handle, once it was made.
     handles: list = dataclasses.field(default_factory=list)
+    prepared: _prepared.OfLayout = dataclasses.field(default_factory=_prepared.OfLayout)
 
 
 def qk_norm_rope(input, weight, rope, eps, out):
     """See `ntops_ext.torch.qk_norm_rope`."""
 
+    for prepared_call in _prepared_calls.recent:
+        result = prepared_call(input, weight, rope, eps, out)
+
+        if result is not None:
+            return result
+
+    whole_call = (input, weight, rope, eps, out)
     arguments = (input, weight, rope, out)
     tensors = arguments[:3] if out is None else arguments
     layout = layouts.get(out is None, tensors, arguments)
+
+    for prepared_call in layout.prepared.calls:
+        result = prepared_call(*whole_call)
+
+        if result is not None:
+            _prepared_calls.use(prepared_call)
+
+            return result
+
     eps = _checks.check_eps(eps)
 
     if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
@@ -70,12 +91,36 @@ def qk_norm_rope(input, weight, rope, eps, out):
         if not layout.weights_fit:
             weight = weight.contiguous()
 
-        _run(layout.handles[0], layout.chunks, input, output, weight, rope, eps)
+        handle = layout.handles[0]
+        launches = _launches(layout.chunks, input, output, weight, rope, eps)
+
+        for launched in launches:
+            launch(handle, input.device, *launched)
 
         if out is not None:
             _layouts.mark_as_written(out)
 
+        if len(launches) == 1 and layout.weights_fit and layout.prepared.is_due():
+            _prepare(layout, whole_call, handle, launches[0])
+
     return output
+
+
+def _prepare(layout, whole_call, handle, launched):
+    out = whole_call[-1]
+    prepared_call = _prepared_calls.prepare(
+        whole_call,
+        handle,
+        launched,
+        addressed=("input", "out", "weight", "rope"),
+        checked=None if out is None else layout.addresses,
+        allocated=("out", launched[1]) if out is None else None,
+        written=() if out is None else ("out",),
+    )
+
+    if prepared_call is not None:
+        layout.prepared.add(prepared_call)
+        _prepared_calls.use(prepared_call)
 
 
 def _check_layout(input, weight, rope, out):
@@ -119,26 +164,24 @@ def _check_aliases(input, weight, rope, out):
             )
 
 
-def _run(handle, chunks, input, output, weight, rope, eps):
+def _launches(chunks, input, output, weight, rope, eps):
+    """The arguments to call the handle with, launch by launch."""
+
     table = _heads.real_view(rope)
 
     if len(chunks) == 1:
-        launch(handle, input.device, input, output, weight, table, eps)
+        return [(input, output, weight, table, eps)]
 
-        return
+    launches = []
 
     for chunk in chunks:
         batch = slice(chunk.batch_start, chunk.batch_stop)
         rows = slice(chunk.row_start, chunk.row_stop)
-        launch(
-            handle,
-            input.device,
-            input[batch, rows],
-            output[batch, rows],
-            weight,
-            table[rows],
-            eps,
+        launches.append(
+            (input[batch, rows], output[batch, rows], weight, table[rows], eps)
         )
+
+    return launches
 
 
 def _make_handle(input, rounding):
@@ -168,7 +211,9 @@ def _run_for_comparison(input, weight, rope, rounding):
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     layout = _check_layout(input, weight, rope, output)
     handle = _make_handle(input, rounding)
-    _run(handle, layout.chunks, input, output, weight, rope, 1e-6)
+
+    for launched in _launches(layout.chunks, input, output, weight, rope, 1e-6):
+        launch(handle, input.device, *launched)
 
     return output
 

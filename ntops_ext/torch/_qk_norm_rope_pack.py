@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts, _rows
+from ntops_ext.torch import _checks, _heads, _layouts, _prepared, _rows
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._launch import launch, runs_kernel
 from ntops_ext.torch._qk_norm_rope import eager_roundings
@@ -26,6 +26,8 @@ _NAMES = (
 
 _WRITTEN = ("q", "k_out", "v_out")
 
+_prepared_calls = _prepared.PreparedCalls((*_NAMES, "eps"), result="q, k_out, v_out")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
@@ -40,6 +42,7 @@ class _Layout:
     verdicts: dict = dataclasses.field(default_factory=dict)
     # The handle, once it was made.
     handles: list = dataclasses.field(default_factory=list)
+    prepared: _prepared.OfLayout = dataclasses.field(default_factory=_prepared.OfLayout)
 
 
 def qk_norm_rope_pack_(
@@ -57,6 +60,24 @@ def qk_norm_rope_pack_(
 ):
     """See `ntops_ext.torch.qk_norm_rope_pack_`."""
 
+    for prepared_call in _prepared_calls.recent:
+        result = prepared_call(
+            q,
+            k_out,
+            v_out,
+            q_weight,
+            k_weight,
+            rope,
+            k_prefix,
+            v_prefix,
+            k_src,
+            v_src,
+            eps,
+        )
+
+        if result is not None:
+            return result
+
     tensors = (q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix)
     arguments = (*tensors, k_src, v_src)
 
@@ -67,6 +88,15 @@ def qk_norm_rope_pack_(
         tensors += (v_src,)
 
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
+
+    for prepared_call in layout.prepared.calls:
+        result = prepared_call(*arguments, eps)
+
+        if result is not None:
+            _prepared_calls.use(prepared_call)
+
+            return result
+
     eps = _checks.check_eps(eps)
 
     if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):
@@ -91,34 +121,69 @@ def qk_norm_rope_pack_(
 
         return reference.qk_norm_rope_pack_(*arguments, eps=eps)
 
+    part, parts = layout, arguments
+
     if prefixes_are_kept:
-        # There is nothing to bring: the call is one of the rows behind the prefix.
-        prefix = layout.prefix
-        qk_norm_rope_pack_(
-            q,
-            k_out[:, prefix:],
-            v_out[:, prefix:],
-            q_weight,
-            k_weight,
-            rope,
-            k_prefix[:, :0],
-            v_prefix[:, :0],
-            k_src,
-            v_src,
-            eps,
+        # There is nothing to bring: what is left are the rows behind the prefix.
+        parts = _behind_prefix(layout.prefix, *arguments)
+        part = layouts.get(
+            (k_src is None, v_src is None),
+            [tensor for tensor in parts if tensor is not None],
+            parts,
         )
 
-        return q, k_out, v_out
+    if part.chunks:
+        launches = _launches(part, parts, eps)
 
-    if layout.chunks:
-        _run(layout, arguments, eps)
+        for launched in launches:
+            launch(part.handles[0], q.device, *launched)
 
-        if layout.prefix or v_src is not None:
-            _layouts.mark_as_written(q, k_out, v_out)
-        else:
-            _layouts.mark_as_written(q, k_out)
+        written = _WRITTEN if part.prefix or v_src is not None else _WRITTEN[:2]
+        named = dict(zip(_NAMES, arguments, strict=True))
+        _layouts.mark_as_written(*map(named.get, written))
+
+        if len(launches) == 1 and part.weights_fit and layout.prepared.is_due():
+            _prepare(
+                layout, (*arguments, eps), part, launches[0], prefixes_are_kept, written
+            )
 
     return q, k_out, v_out
+
+
+def _behind_prefix(
+    prefix, q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, *sources
+):
+    return (
+        q,
+        k_out[:, prefix:],
+        v_out[:, prefix:],
+        q_weight,
+        k_weight,
+        rope,
+        k_prefix[:, :0],
+        v_prefix[:, :0],
+        *sources,
+    )
+
+
+def _prepare(layout, whole_call, part, launched, prefixes_are_kept, written):
+    prepared_call = _prepared_calls.prepare(
+        whole_call,
+        part.handles[0],
+        launched,
+        addressed=[
+            name
+            for name, argument in zip(_NAMES, whole_call, strict=False)
+            if argument is not None
+        ],
+        checked=layout.verdicts,
+        verdict=prefixes_are_kept,
+        written=written,
+    )
+
+    if prepared_call is not None:
+        layout.prepared.add(prepared_call)
+        _prepared_calls.use(prepared_call)
 
 
 def _check_writable(*written):
@@ -263,7 +328,9 @@ def _but_its_own(rows, prefix):
     return f" unless that is exactly its own rows {range_of_rows}"
 
 
-def _run(layout, arguments, eps):
+def _launches(layout, arguments, eps):
+    """The arguments to call the layout's handle with, launch by launch."""
+
     q, k_out, v_out, q_weight, k_weight, rope, *sources = arguments
 
     if not layout.handles:
@@ -272,26 +339,15 @@ def _run(layout, arguments, eps):
     if not layout.weights_fit:
         q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
 
-    handle = layout.handles[0]
     table = _heads.real_view(rope)
 
     if len(layout.chunks) == 1:
-        launch(
-            handle,
-            q.device,
-            q,
-            k_out,
-            v_out,
-            q_weight,
-            k_weight,
-            table,
-            *[source for source in sources if source is not None],
-            eps,
-        )
+        given = [source for source in sources if source is not None]
 
-        return
+        return [(q, k_out, v_out, q_weight, k_weight, table, *given, eps)]
 
     prefix = layout.prefix
+    launches = []
 
     for chunk in layout.chunks:
         batch = slice(chunk.batch_start, chunk.batch_stop)
@@ -301,22 +357,25 @@ def _run(layout, arguments, eps):
             max(chunk.row_start - prefix, 0), max(chunk.row_stop - prefix, 0)
         )
         rows_of_sources = (in_prefix, in_prefix, behind, behind)
-        launch(
-            handle,
-            q.device,
-            q[batch, behind],
-            k_out[batch, packed],
-            v_out[batch, packed],
-            q_weight,
-            k_weight,
-            table[behind],
-            *[
-                source[batch, rows]
-                for source, rows in zip(sources, rows_of_sources, strict=True)
-                if source is not None
-            ],
-            eps,
+        given = [
+            source[batch, rows]
+            for source, rows in zip(sources, rows_of_sources, strict=True)
+            if source is not None
+        ]
+        launches.append(
+            (
+                q[batch, behind],
+                k_out[batch, packed],
+                v_out[batch, packed],
+                q_weight,
+                k_weight,
+                table[behind],
+                *given,
+                eps,
+            )
         )
+
+    return launches
 
 
 def _make_handle(q, k_out, k_src, v_src):

@@ -1,0 +1,512 @@
+"""Operators: a call that was prepared launches what the same call launches when it goes the whole way."""
+
+import gc
+import itertools
+import random
+import weakref
+
+import pytest
+import torch
+from recording_driver import recording
+from rope_inputs import make_pack, make_rope
+from torch.autograd import forward_ad
+
+import ninetoothed_patches
+import ntops_ext
+from ntops_ext import _handles
+from ntops_ext.torch import (
+    _gated_rms_norm,
+    _launch,
+    _layouts,
+    _prepared,
+    _qk_norm_rope,
+    _qk_norm_rope_pack,
+)
+
+# Module, and the name of its layouts.
+MODULES = {
+    "gated_rms_norm": (_gated_rms_norm, "_layouts_of_calls"),
+    "qk_norm_rope": (_qk_norm_rope, "layouts"),
+    "qk_norm_rope_pack_": (_qk_norm_rope_pack, "layouts"),
+}
+
+
+def forget():
+    for module, layouts in MODULES.values():
+        getattr(module, layouts).clear()
+        module._prepared_calls.clear()
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    """Compiled kernels belong to a driver for good: handles are made for this one alone."""
+
+    _handles._make.cache_clear()
+
+    with recording() as driver:
+        yield driver
+
+    _handles._make.cache_clear()
+    forget()
+
+
+@pytest.fixture
+def driver(recorder, monkeypatch):
+    """A recording driver; CPU tensors are launched, and what was known of calls is forgotten."""
+
+    for module in (_launch, _qk_norm_rope, _qk_norm_rope_pack):
+        monkeypatch.setattr(module, "runs_kernel", lambda tensor: True)
+
+    forget()
+    recorder.clear()
+
+    return recorder
+
+
+def whole_way(monkeypatch, name, arguments, keywords):
+    """The result of a call that nothing is known of."""
+
+    module, layouts = MODULES[name]
+    prepared_calls, known = module._prepared_calls, getattr(module, layouts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._prepared_calls, "recent", ())
+        patch.setattr(known, "_kept", {})
+        assert prepared_calls.recent == ()
+
+        return getattr(ntops_ext.torch, name)(*arguments, **keywords)
+
+
+def launches(driver, call, *, given):
+    """What a call launched, with names in place of the addresses of its tensors."""
+
+    driver.clear()
+    result = call()
+    results = result if isinstance(result, tuple) else (result,)
+    names = {
+        tensor.data_ptr(): position
+        for position, tensor in enumerate((*results, *given))
+        if isinstance(tensor, torch.Tensor) and tensor.numel()
+    }
+
+    return [
+        (
+            record.grid,
+            record.stream,
+            record.function,
+            [names.get(value, value) for value in record.values],
+            [kind for kind, _ in record.rest],
+        )
+        for record in driver.take()
+    ], result
+
+
+def check(driver, monkeypatch, name, arguments, keywords=None):
+    """Call both ways, and assert that they launch the same and return tensors alike."""
+
+    keywords = keywords or {}
+    given = (*arguments, *keywords.values())
+    expected, one = launches(
+        driver, lambda: whole_way(monkeypatch, name, arguments, keywords), given=given
+    )
+    actual, other = launches(
+        driver,
+        lambda: getattr(ntops_ext.torch, name)(*arguments, **keywords),
+        given=given,
+    )
+    assert expected == actual
+    assert len(actual) == 1
+    both = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+
+    for result, other_result in both:
+        assert result.shape == other_result.shape
+        assert result.stride() == other_result.stride()
+        assert result.dtype == other_result.dtype
+        assert result.device == other_result.device
+        assert result.requires_grad == other_result.requires_grad
+        assert result.is_inference() == other_result.is_inference()
+
+    return other
+
+
+def is_prepared(name, arguments, keywords=None):
+    """Whether a call would not go the whole way."""
+
+    module, layouts = MODULES[name]
+    known = getattr(module, layouts)
+    went = []
+    original = known.get
+
+    def get(*given):
+        went.append(given)
+
+        return original(*given)
+
+    known.get = get
+
+    try:
+        getattr(ntops_ext.torch, name)(*arguments, **(keywords or {}))
+    finally:
+        del known.get
+
+    return not went
+
+
+def norm_arguments(*, rows=6, columns=128, dtype=torch.bfloat16, gate=True, **keywords):
+    """Positional arguments and keywords; tensors are new each time."""
+
+    input = torch.zeros(rows, columns, dtype=dtype)
+    weight = torch.zeros(columns, dtype=dtype)
+
+    return (input, weight, torch.zeros_like(input) if gate else None), keywords
+
+
+def norm_out(**keywords):
+    arguments, keywords = norm_arguments(**keywords)
+
+    return arguments, keywords | {"out": torch.zeros_like(arguments[0])}
+
+
+def norm_in_place(**keywords):
+    arguments, keywords = norm_arguments(**keywords)
+
+    return arguments, keywords | {"out": arguments[0]}
+
+
+def norm_of_slices():
+    projection = torch.zeros(6, 640, dtype=torch.bfloat16)
+
+    return (projection[:, :128], None, projection[:, 256:384]), {"group_size": 64}
+
+
+def rope_arguments(*, tokens=5, with_out=False):
+    heads = torch.zeros(2, tokens, 4, 64, dtype=torch.bfloat16)
+    arguments = heads, torch.ones(64, dtype=torch.bfloat16), make_rope(tokens, 64)
+
+    return arguments, {"out": torch.zeros_like(heads)} if with_out else {}
+
+
+def pack_arguments(*, keep_prefixes=False, **options):
+    inputs = make_pack(heads=4, kv_heads=2, head_dim=64, tokens=5, **options)
+
+    if keep_prefixes:
+        inputs.k_prefix = inputs.k_out[:, :5]
+        inputs.v_prefix = inputs.v_out[:, :5]
+
+    return tuple(inputs.arguments()), {}
+
+
+CALLS = {
+    "norm": ("gated_rms_norm", norm_arguments),
+    "norm, out": ("gated_rms_norm", norm_out),
+    "norm, in place": ("gated_rms_norm", norm_in_place),
+    "norm, slices": ("gated_rms_norm", norm_of_slices),
+    "norm, no gate": ("gated_rms_norm", lambda: norm_arguments(gate=False)),
+    "norm, bias": (
+        "gated_rms_norm",
+        lambda: norm_arguments(bias=torch.zeros(128), norm_before_gate=False),
+    ),
+    "norm, float32": (
+        "gated_rms_norm",
+        lambda: norm_arguments(dtype=torch.float32, weight_offset=1.0, eps=1e-6),
+    ),
+    "rope": ("qk_norm_rope", rope_arguments),
+    "rope, out": ("qk_norm_rope", lambda: rope_arguments(with_out=True)),
+    "pack": ("qk_norm_rope_pack_", pack_arguments),
+    "pack, in place": ("qk_norm_rope_pack_", lambda: pack_arguments(sources="")),
+    "pack, no prefix": ("qk_norm_rope_pack_", lambda: pack_arguments(prefix=0)),
+    "pack, prefixes kept": (
+        "qk_norm_rope_pack_",
+        lambda: pack_arguments(keep_prefixes=True),
+    ),
+    "pack, padded": ("qk_norm_rope_pack_", lambda: pack_arguments(padding=16)),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_prepared_calls_launch_the_same(driver, monkeypatch, case):
+    """Each mode, called again with the same tensors and with others of their layout."""
+
+    name, make = CALLS[case]
+    first, second = make(), make()
+
+    with torch.no_grad():
+        for arguments, keywords in [first, second] * 4:
+            check(driver, monkeypatch, name, arguments, keywords)
+
+        assert is_prepared(name, *first)
+        assert is_prepared(name, *second)
+
+
+def test_calls_in_random_order_launch_the_same(driver, monkeypatch):
+    """More kinds of calls than are compared with first, in grad mode and without, in inference mode."""
+
+    generator = random.Random(0)
+    cases = [(name, *make()) for name, make in CALLS.values() for make in (make, make)]
+    modes = (torch.no_grad, torch.enable_grad, torch.inference_mode)
+
+    for _ in range(300):
+        with generator.choice(modes)():
+            check(driver, monkeypatch, *generator.choice(cases))
+
+    for module, _ in MODULES.values():
+        assert 0 < len(module._prepared_calls.recent) <= 4
+
+
+# What differs from `norm_out()` in one thing, and must not be taken for it.
+def _other_strides(arguments, keywords):
+    input, weight, gate = arguments
+
+    return (torch.zeros(128, 6, dtype=input.dtype).t(), weight, gate), keywords
+
+
+def _other_dtype(arguments, keywords):
+    input, weight, gate = arguments
+
+    return (input, weight.float(), gate), keywords
+
+
+def _misaligned(arguments, keywords):
+    input, weight, gate = arguments
+    buffer = torch.zeros(gate.numel() + 1, dtype=gate.dtype)
+
+    return (input, weight, buffer[1:].view(gate.shape)), keywords
+
+
+def _option(**options):
+    return lambda arguments, keywords: (arguments, keywords | options)
+
+
+OTHERS = {
+    "shape": lambda arguments, keywords: norm_out(rows=7),
+    "strides": _other_strides,
+    "dtype": _other_dtype,
+    "misaligned": _misaligned,
+    "no gate": lambda arguments, keywords: ((*arguments[:2], None), keywords),
+    "no weight": lambda arguments, keywords: (
+        (arguments[0], None, arguments[2]),
+        keywords,
+    ),
+    "bias": _option(bias=torch.zeros(128)),
+    "eps": _option(eps=1e-6),
+    "integer eps": _option(eps=1),
+    "group_size": _option(group_size=64),
+    "order": _option(norm_before_gate=False),
+    "activation": _option(activation="sigmoid"),
+    "weight_offset": _option(weight_offset=1.0),
+    "no out": lambda arguments, keywords: (arguments, {}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_differs_is_not_taken_for_the_same(driver, monkeypatch, other):
+    """One thing is not as in the calls before."""
+
+    call = norm_out()
+
+    for _ in range(3):
+        check(driver, monkeypatch, "gated_rms_norm", *call)
+
+    for _ in range(4):
+        check(driver, monkeypatch, "gated_rms_norm", *OTHERS[other](*call))
+        check(driver, monkeypatch, "gated_rms_norm", *call)
+
+
+def warm(name, arguments, keywords):
+    for _ in range(3):
+        getattr(ntops_ext.torch, name)(*arguments, **keywords)
+
+    assert is_prepared(name, arguments, keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"norm_before_gate": 1}, TypeError, "norm_before_gate"),
+        ({"eps": True}, TypeError, "eps"),
+        ({"group_size": 128.0}, TypeError, "group_size"),
+        ({"activation": "gelu"}, ValueError, "activation"),
+    ],
+)
+def test_values_that_are_equal_and_wrong_are_refused(driver, keywords, error, message):
+    """True equals 1: what was right before must not let through what is not."""
+
+    arguments, options = norm_arguments(eps=1.0, group_size=128)
+    warm("gated_rms_norm", arguments, options)
+    driver.clear()
+
+    with pytest.raises(error, match=message):
+        ntops_ext.torch.gated_rms_norm(*arguments, **(options | keywords))
+
+    assert driver.take() == []
+
+
+def test_an_overlap_at_new_addresses_is_refused(driver):
+    """The same layouts, but the output now lies across the gate."""
+
+    buffer = torch.zeros(12, 128, dtype=torch.bfloat16)
+    input, weight = torch.zeros(6, 128, dtype=torch.bfloat16), torch.zeros(128)
+    warm("gated_rms_norm", (input, weight, buffer[:6]), {"out": buffer[6:]})
+    driver.clear()
+
+    with pytest.raises(ValueError, match="gate"):
+        ntops_ext.torch.gated_rms_norm(input, weight, buffer[:6], out=buffer[3:9])
+
+    assert driver.take() == []
+
+
+def test_prefixes_that_lie_elsewhere_are_copied(driver, monkeypatch):
+    """The same layouts: whether prefixes are the buffers' own rows is seen by addresses."""
+
+    arguments, _ = pack_arguments(keep_prefixes=True)
+    warm("qk_norm_rope_pack_", arguments, {})
+    elsewhere = list(arguments)
+    elsewhere[6] = torch.zeros_like(arguments[1])[:, :5]
+    elsewhere[7] = torch.zeros_like(arguments[2])[:, :5]
+
+    for _ in range(4):
+        check(driver, monkeypatch, "qk_norm_rope_pack_", elsewhere)
+        check(driver, monkeypatch, "qk_norm_rope_pack_", arguments)
+
+
+@pytest.mark.parametrize("case", ["norm", "rope", "pack, in place"])
+def test_lazy_negatives_are_refused(driver, case):
+    """A negative is a bit of the tensor object, not of its layout."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    warm(name, arguments, keywords)
+    negative = (torch._neg_view(arguments[0]), *arguments[1:])
+
+    with pytest.raises(ValueError, match="neg"):
+        getattr(ntops_ext.torch, name)(*negative, **keywords)
+
+
+@pytest.mark.parametrize("case", ["norm", "rope"])
+def test_gradients_are_not_lost(driver, case):
+    """A parameter is taken without gradients, and not taken as such where they are recorded."""
+
+    name, make = CALLS[case]
+    (input, weight, *rest), keywords = make()
+    arguments = (input, torch.nn.Parameter(weight), *rest)
+
+    with torch.no_grad():
+        warm(name, arguments, keywords)
+
+    assert not is_recorded_as_constant(name, arguments, keywords)
+
+
+def is_recorded_as_constant(name, arguments, keywords):
+    try:
+        result = getattr(ntops_ext.torch, name)(*arguments, **keywords)
+    except NotImplementedError:
+        return False
+
+    return not result.requires_grad
+
+
+@pytest.mark.parametrize("case", ["norm", "rope", "pack, in place"])
+def test_tangents_are_not_lost(driver, case):
+    """They are refused, as before the call was prepared."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    warm(name, arguments, keywords)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(arguments[0], torch.ones_like(arguments[0]))
+
+        with pytest.raises(NotImplementedError):
+            getattr(ntops_ext.torch, name)(dual, *arguments[1:], **keywords)
+
+
+@pytest.mark.parametrize("case", ["norm, out", "rope, out", "pack"])
+def test_written_tensors_count_a_version(driver, monkeypatch, case):
+    """As if PyTorch had written them, so that autograd notices."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    warm(name, arguments, keywords)
+    written = arguments[:3] if name == "qk_norm_rope_pack_" else [keywords["out"]]
+    before = [tensor._version for tensor in written]
+    assert is_prepared(name, arguments, keywords)
+    assert [tensor._version for tensor in written] == [one + 1 for one in before]
+
+
+def test_a_row_of_plans_that_are_dropped(driver, monkeypatch):
+    """After `clear_plans` a call goes the whole way again, and is prepared again."""
+
+    call = norm_arguments()
+
+    for _ in range(3):
+        warm("gated_rms_norm", *call)
+        ninetoothed_patches.clear_plans()
+        assert not is_prepared("gated_rms_norm", *call)
+        check(driver, monkeypatch, "gated_rms_norm", *call)
+        check(driver, monkeypatch, "gated_rms_norm", *call)
+        check(driver, monkeypatch, "gated_rms_norm", *call)
+
+
+def test_prepared_calls_hold_no_tensor(driver):
+    """Nothing keeps the arguments or the result of a call alive."""
+
+    for name, make in CALLS.values():
+        arguments, keywords = make()
+
+        with torch.no_grad():
+            warm(name, arguments, keywords)
+            result = getattr(ntops_ext.torch, name)(*arguments, **keywords)
+
+        results = result if isinstance(result, tuple) else (result,)
+        tensors = [
+            weakref.ref(tensor)
+            for tensor in (*arguments, *results, *keywords.values())
+            if isinstance(tensor, torch.Tensor)
+        ]
+        del arguments, keywords, result, results
+        gc.collect()
+        assert [tensor for tensor in tensors if tensor() is not None] == []
+
+
+def test_arguments_of_other_kinds_are_refused_as_ever(driver):
+    """A comparison with a prepared call is no place to fail."""
+
+    arguments, keywords = norm_arguments()
+    warm("gated_rms_norm", arguments, keywords)
+
+    for position, wrong in itertools.product(range(3), ["text", 3, [1.0], object()]):
+        given = list(arguments)
+        given[position] = wrong
+
+        with pytest.raises(TypeError, match=("input", "weight", "gate")[position]):
+            ntops_ext.torch.gated_rms_norm(*given, **keywords)
+
+
+def test_few_calls_are_kept(driver):
+    """Of a layout, and of all."""
+
+    layout = _prepared.OfLayout()
+    dues = [layout.is_due() for _ in range(64)]
+    assert [index + 1 for index, due in enumerate(dues) if due] == [2, 4, 8, 16, 32, 64]
+
+    for call in range(9):
+        layout.add(call)
+
+    assert layout.calls == (8, 7, 6, 5)
+    calls = _prepared.PreparedCalls(("x",), "x")
+
+    for call in (*range(9), 6):
+        calls.use(call)
+
+    assert calls.recent == (6, 8, 7, 5)
+
+
+def test_the_number_of_remembered_layouts_bounds_prepared_calls(driver, monkeypatch):
+    """What belongs to a layout goes with it."""
+
+    monkeypatch.setattr(_layouts, "_MAX_REMEMBERED", 2)
+
+    for rows in range(1, 6):
+        warm("gated_rms_norm", *norm_arguments(rows=rows))
+
+    assert len(_gated_rms_norm._layouts_of_calls._kept) <= 2
