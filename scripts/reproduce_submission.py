@@ -89,12 +89,17 @@ def main(arguments):
             "after_spread_us": times["after"][name]["spread_us"],
             "speed_up": times["before"][name]["us"] / times["after"][name]["us"],
         }
-        for name in NAMES
+        for name in _names(options)
     ]
     results.write(options.output, records, environment)
     print_table(records, options.device)
 
     return 0
+
+
+def _names(options):
+    # In the interpreter one of each operator will do.
+    return NAMES[::2] if options.device == "cpu" and options.quick else NAMES
 
 
 def print_table(records, device):
@@ -112,7 +117,7 @@ def print_table(records, device):
             f" {record['speed_up']:8.2f}x"
         )
 
-    print(f"{'all four':24} {before:10.1f} {after:10.1f} {before / after:8.2f}x")
+    print(f"{'together':24} {before:10.1f} {after:10.1f} {before / after:8.2f}x")
 
     if device == "cuda":
         print(f"goal: {GOAL} x, {'met' if before / after >= GOAL else 'MISSED'}")
@@ -132,7 +137,7 @@ def measure(options):
 
     times = {}
 
-    for name in NAMES:
+    for name in _names(options):
         make = _gated_norm if name in GATED_NORM else _pack
         forward, check = make(name, options)
         check(forward())
