@@ -1,4 +1,7 @@
-"""The scripts: each runs to its end without a GPU, and the documents say what the results say."""
+"""The scripts: each runs to its end without a GPU, and the documents say what the results say.
+
+Those that run kernels in Triton's interpreter are in interpreted/test_scripts.py.
+"""
 
 import json
 import os
@@ -38,13 +41,10 @@ def run(script, *arguments):
 # The script, and whether it says that its times are not a device's in these words.
 BENCHMARKS = {
     "benchmark_calls.py": "not those of a device",
-    "benchmark_gated_rms_norm.py": "mean nothing",
     "benchmark_launch.py": "not those of a device",
-    "benchmark_rope_pack.py": "mean nothing",
     "measure_first_call.py": "tuned: 0",
     "profile_launch.py": "not those of a device",
     "reproduce_submission.py": "mean nothing",
-    "sweep_gated_rms_norm.py": "mean nothing",
 }
 
 
@@ -68,21 +68,6 @@ def test_a_benchmark_on_a_cpu(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, case",
-    [
-        ("run_gated_rms_norm_smoke.py", "bias-gate-first"),
-        ("run_rope_pack_smoke.py", "one_row"),
-    ],
-)
-def test_a_smoke_script_on_a_cpu(script, case):
-    """One case of each."""
-
-    printed = run(script, "--device", "cpu", "--cases", case)
-
-    assert "1 passed, 0 failed" in printed or "all ok" in printed
-
-
-@pytest.mark.parametrize(
     "script",
     sorted(
         path.name for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()
@@ -94,15 +79,16 @@ def test_every_script_is_run_here_or_named(script):
     untested = {
         "benchmark_qk_norm_rope_backward.py": "needs a GPU",
         "plot_results.py": "has a test of its own",
-        "run_gated_rms_norm_smoke.py": "has a test of its own",
         "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
-        "run_rope_pack_smoke.py": "has a test of its own",
         "run_tests.py": "runs this",
         "run_triton_versions.py": "makes environments",
         "update_readme_results.py": "has a test of its own",
     }
 
-    assert (script in BENCHMARKS) != (script in untested)
+    interpreted = (ROOT / "tests" / "interpreted" / "test_scripts.py").read_text()
+    is_tested = script in BENCHMARKS or f'"{script.removesuffix(".py")}"' in interpreted
+
+    assert is_tested != (script in untested)
 
 
 @pytest.mark.parametrize(
