@@ -193,7 +193,7 @@ def measure(case, num_tokens, peers, options):
     if not max(errors.values()) <= 1:
         raise SystemExit(f"{case.name} with {num_tokens} tokens is wrong: {errors}")
 
-    for name in calls.keys() - errors.keys():
+    for name in [name for name in calls if name not in errors]:
         try:
             errors[name] = largest_error(calls[name](), tensors, keywords)
         except Exception as error:

@@ -220,7 +220,7 @@ def _measure_as_launched(case, choice, options):
 
             continue
 
-        if name != OURS and errors[name]["error"] > 2 * MAX_ERROR[case.dtype]:
+        if name != OURS and not errors[name]["error"] <= 2 * MAX_ERROR[case.dtype]:
             missing[name] = f"wrong by {errors[name]['error']:.1f} roundings"
         else:
             calls[name] = call
