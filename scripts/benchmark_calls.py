@@ -1,17 +1,19 @@
 """Host time of a call of each operator, beside `torch.add(x, y, out=z)` in the same run.
 
-    python scripts/benchmark_calls.py [--output FILE.jsonl]
+    python scripts/benchmark_calls.py [--device cuda|cpu] [--quick] [--output FILE.jsonl]
 
 Wall clock a call over hundreds of calls without synchronising; the median of rounds, in which all calls take turns. The
-tensors are small: what is timed is the way from the call to the launch. Without a GPU the launch does nothing, and
+tensors are small: what is timed is the way from the call to the launch. On a CPU the launch does nothing, and
 `torch.add` computes.
 """
 
-import argparse
-import pathlib
+import sys
 
-import launch_timing
+import launch_cases
+import results
+import timing
 import torch
+from command_line import make_parser, parse_host_options
 from environment import describe_environment, print_environment
 
 import ntops_ext
@@ -59,28 +61,24 @@ def make_calls(device):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--calls", type=int, default=400)
-    parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
-    options = parser.parse_args()
+def main(arguments):
+    options = parse_host_options(make_parser(__doc__), arguments)
 
-    with launch_timing.launching() as device, torch.no_grad():
-        if device == "cpu":
+    with launch_cases.launching(options.device), torch.no_grad():
+        if options.device == "cpu":
             # Launches are recorded there, and have to be made for that.
             for module in (_launch, _qk_norm_rope, _qk_norm_rope_pack):
                 module.runs_kernel = lambda tensor: True
 
-        times = launch_timing.host_times(
-            make_calls(device), rounds=options.rounds, calls=options.calls
+        times = timing.host_times(
+            make_calls(options.device), rounds=options.rounds, calls=options.calls
         )
 
-    environment = describe_environment()
     floor = times["torch.add(x, y, out=z)"]["median"]
     records = [
         {
             "benchmark": "calls",
+            "device": options.device,
             "case": name,
             **time,
             "ratio": time["median"] / floor,
@@ -89,18 +87,13 @@ def main():
         }
         for name, time in times.items()
     ]
-    launch_timing.write(options.output, [environment | record for record in records])
+    environment = describe_environment()
+    results.write(options.output, records, environment)
     print_environment(environment)
-    print(f"{'call':34} {'us':>7} {'spread':>7} {'ratio':>6} {'bar':>5}")
+    launch_cases.print_table(records, options.device)
 
-    for record in records:
-        bar = record["bar"]
-        print(
-            f"{record['case']:34} {record['median']:7.2f} {record['spread']:7.2f} "
-            f"{record['ratio']:6.2f} {'' if bar is None else format(bar, '5.2f')}"
-            f"{'' if bar is None or record['ratio'] <= bar else '  MISSED'}"
-        )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,36 +1,41 @@
 """Time gated RMSNorm beside `torch.add` on the same bytes, and beside its peers.
 
-    python scripts/benchmark_gated_rms_norm.py --device cuda [--quick] --output FILE.jsonl
+    python scripts/benchmark_gated_rms_norm.py [--device cuda|cpu] [--quick | --all]
+        [--cases PATTERN...] [--peers PATTERN...] [--output FILE.jsonl]
 
-Each case is checked against the definition first. Then, for this library, for
-`torch.add(input, gate, out=output)` on dense tensors of the same shape (which reads and
-writes as many bytes), and for the peers that are installed: device time with the L2 cache
-cleared (one launch as a CUDA graph), device time warm (20 launches in one CUDA graph), and
-host time (wall clock a call, without synchronising). Medians, in microseconds; the spread
-is the distance between the 20th and the 80th percentile.
+Each case is checked against the definition first, the peers' results with it. Then, in turns,
+everybody is timed: this library, writing into a given `out` and allocating its result; the
+floor, `torch.add(input, gate, out=output)` on dense tensors of the same shape, which reads and
+writes as many bytes; and the peers that are installed. `timing.all_times` says what is timed.
+Cases have names: those of the models in gated_rms_norm_cases.py, or `dense-N-D` for N columns
+in groups of D, then the number of tokens. `--all` times every model at every number of tokens.
 
-Peers are called as they are: where they copy a strided gate, the copy is timed with them.
+On a CPU the kernel runs in Triton's interpreter on tiny cases, and times mean nothing.
 """
 
-import argparse
-import json
+import dataclasses
+import fnmatch
 import sys
 
+import results
 import torch
+from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import CASES, Case
-from timing import cold_device_time, host_time, warm_device_time
-from tqdm import tqdm
+from gated_rms_norm_peers import find_peers
+from timing import NOT_MEANINGFUL, all_times
 
 import ntops_ext
 from ntops_ext import reference
 
 
 def _dense(num_columns, group_size=None, norm_before_gate=True):
+    group_size = num_columns if group_size is None else group_size
+
     return Case(
-        name="dense",
+        name=f"dense-{num_columns}-{group_size}",
         num_columns=num_columns,
-        group_size=num_columns if group_size is None else group_size,
+        group_size=group_size,
         norm_before_gate=norm_before_gate,
     )
 
@@ -43,11 +48,11 @@ DENSE = (
     (_dense(128), 32, True),
     (_dense(1024), 8192, False),
     (_dense(4096), 16384, False),
-    (_dense(4096), 1, True),
+    (_dense(4096), 1, False),
     (_dense(5120, norm_before_gate=False), 4096, True),
     (_dense(5120, norm_before_gate=False), 8, True),
     (_dense(7168, norm_before_gate=False), 4096, False),
-    (_dense(8192, 1024, norm_before_gate=False), 4096, True),
+    (_dense(8192, 1024, norm_before_gate=False), 4096, False),
     (_dense(8192, 1024, norm_before_gate=False), 1, False),
     (_dense(10240, 1280, norm_before_gate=False), 4096, False),
     (_dense(10240, 1280, norm_before_gate=False), 64, True),
@@ -59,184 +64,267 @@ STRIDED = tuple(
     if case.gate_strides is not None
 )
 
+# Real models at these numbers of tokens, while tensors stay below this size.
+ALL_TOKENS = (1, 8, 64, 512, 2048, 4096, 16384, 65536, 131072)
+MAX_ELEMENTS = 2**29
+
+# Of the interpreter: each mode once, as narrow as it can be.
+TINY = tuple(
+    (dataclasses.replace(case, name=f"tiny-{case.name}"), 2, True)
+    for case in (
+        _dense(64),
+        _dense(96, 48, norm_before_gate=False),
+        Case(
+            name="slices",
+            num_columns=64,
+            group_size=32,
+            gate_strides=(160,),
+            input_is_slice=True,
+        ),
+    )
+)
+
+# The ratio to `torch.add` that is aimed at: with the L2 cache cleared where many bytes move;
+# warm, where a launch takes a microsecond or two; and the host's, with an output allocated.
+COLD_BAR, WARM_BAR, HOST_BAR = 1.05, 1.25, 2.0
+FEW_BYTES, MANY_TOKENS = 4e6, 2048
+
+FLOOR, OURS, ALLOCATING = "torch.add", "ntops_ext", "ntops_ext, allocating"
+
+# In units of the tolerance of one rounding. Peers may round up to three times.
+MAX_ERROR_OF_PEERS = 8
+
+# How many elements are compared at once: float64 takes some ten tensors of as many.
+_BLOCK = 2**25
+
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("cuda",), default="cuda")
+    parser = make_parser(__doc__)
+    parser.add_argument("--all", action="store_true", help="every model, all tokens")
+    parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="as `dense-*`")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer cases, under 2 minutes"
+        "--peers", nargs="*", metavar="PATTERN", help="as `fla*`; none if empty"
     )
-    parser.add_argument(
-        "--output", metavar="FILE.jsonl", help="where records are written"
-    )
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
+    runs = choose_runs(options)
 
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA or ROCm device here")
+    if not runs:
+        parser.error("--cases: no case has such a name")
 
     environment = describe_environment()
     print_environment(environment)
-    peers = {"torch.compile": _compiled(), **_installed_peers()}
+    peers, missing = find_peers(options.device)
+
+    for name, reason in missing.items():
+        print(f"{name} is not timed: {reason}")
+
+    if options.peers is not None:
+        peers = {
+            name: peer for name, peer in peers.items() if _matches(name, options.peers)
+        }
+
     records = []
 
-    for case, num_tokens, is_quick in tqdm(DENSE + STRIDED, unit="case"):
-        if is_quick or not options.quick:
-            records.append(measure(case, num_tokens, peers))
+    for case, num_tokens in progress(runs, "case"):
+        records.append(measure(case, num_tokens, peers, options))
+        records[-1]["missing"] |= missing
 
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            for record in records:
-                print(json.dumps({**record, "environment": environment}), file=file)
+    results.write(options.output, records, environment)
+    print_table(records, options.device)
 
-    print_table(records)
+    return 0
 
 
-def measure(case, num_tokens, peers):
+def choose_runs(options):
+    """Pairs of a case and a number of tokens."""
+
+    runs = TINY if options.device == "cpu" else DENSE + STRIDED
+
+    if options.all and options.device == "cuda":
+        runs = [
+            (case, num_tokens, False)
+            for case in CASES
+            for num_tokens in ALL_TOKENS
+            if case.num_elements(num_tokens) <= MAX_ELEMENTS
+        ]
+
+    return [
+        (case, num_tokens)
+        for case, num_tokens, is_quick in runs
+        if (is_quick or not options.quick)
+        and _matches(f"{case.name}-{num_tokens}", options.cases or ["*"])
+    ]
+
+
+def _matches(name, patterns):
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def measure(case, num_tokens, peers, options):
     """The record of one case: what ran, and the times of everybody."""
 
-    tensors, keywords = case.make_arguments(
-        num_tokens, device="cuda", dtype=torch.bfloat16
-    )
-    input, weight, gate = tensors
-    output = ntops_ext.torch.gated_rms_norm(*tensors, **keywords)
-    exact = reference.gated_rms_norm(
-        *tensors,
-        **keywords,
-        arithmetic_dtype=torch.float64,
-        output_dtype=torch.float64,
-    )
-    tolerance = reference.gated_rms_norm_tolerance(*tensors, **keywords)
-    error = ((output.double() - exact).abs() / tolerance).max().item()
-    del exact, tolerance
-
-    if not error <= 1:
-        raise SystemExit(
-            f"{case.name} with {num_tokens} tokens is wrong: error {error}"
-        )
-
-    dense_input, dense_gate = input.contiguous(), gate.contiguous()
+    device = options.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tensors, keywords = case.make_arguments(num_tokens, device=device, dtype=dtype)
+    input, _, gate = tensors
+    output = torch.empty(input.shape, dtype=dtype, device=device)
+    dense = input.contiguous()
+    other = dense if gate is None else gate.contiguous()
+    operator = ntops_ext.torch.gated_rms_norm
     calls = {
-        "torch.add": lambda: torch.add(dense_input, dense_gate, out=output),
-        "ntops_ext": lambda: ntops_ext.torch.gated_rms_norm(
-            *tensors, **keywords, out=output
-        ),
+        OURS: lambda: operator(*tensors, **keywords, out=output),
+        ALLOCATING: lambda: operator(*tensors, **keywords),
     }
+    missing = {}
 
     for name, peer in peers.items():
         call = peer(tensors, keywords)
 
-        if call is not None:
+        if call is None:
+            missing[name] = "lacks the mode"
+        else:
             calls[name] = call
+
+    errors = {
+        name: largest_error(calls[name](), tensors, keywords)
+        for name in (OURS, ALLOCATING)
+    }
+
+    if not max(errors.values()) <= 1:
+        raise SystemExit(f"{case.name} with {num_tokens} tokens is wrong: {errors}")
+
+    for name in [name for name in calls if name not in errors]:
+        try:
+            errors[name] = largest_error(calls[name](), tensors, keywords)
+        except Exception as error:
+            # A peer that cannot do it must not end the others' run.
+            missing[name] = f"{type(error).__name__}: {error}"
+            del calls[name]
+
+            continue
+
+        if not errors[name] <= MAX_ERROR_OF_PEERS:
+            missing[name] = f"wrong by {errors[name]:.1f} roundings"
+            del calls[name]
+
+    calls = {FLOOR: lambda: torch.add(dense, other, out=output), **calls}
+    times = all_times(calls, device=device, quick=options.quick)
+    num_bytes = (2 if gate is None else 3) * input.numel() * input.element_size()
+
+    for row in times.values():
+        row["tb_per_s"] = num_bytes / row["cold_us"] / 1e6
+
+        for clock in ("cold", "warm", "host"):
+            row[f"{clock}_ratio"] = row[f"{clock}_us"] / times[FLOOR][f"{clock}_us"]
 
     return {
         "benchmark": "gated_rms_norm",
-        "case": case.name,
+        "case": f"{case.name}-{num_tokens}",
+        "tokens": num_tokens,
         "shape": list(input.shape),
         "group_size": case.group_size,
         "mode": case.mode,
         "layout": case.layout,
-        "dtype": "bfloat16",
-        "bytes": 3 * input.numel() * input.element_size(),
-        "error": error,
-        "times": {name: _times(call) for name, call in calls.items()},
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "bytes": num_bytes,
+        "error": errors[OURS],
+        "errors": errors,
+        "times": times,
+        "missing": missing,
     }
 
 
-def _times(call):
-    cold, cold_spread = cold_device_time(call)
-    warm, warm_spread = warm_device_time(call)
-    host, host_spread = host_time(call)
+def largest_error(output, tensors, keywords):
+    """The largest distance to the exact result, in units of the tolerance."""
 
-    return {
-        "cold_us": cold,
-        "cold_spread_us": cold_spread,
-        "warm_us": warm,
-        "warm_spread_us": warm_spread,
-        "host_us": host,
-        "host_spread_us": host_spread,
-    }
+    input, weight, gate = tensors
+    num_tokens = max(_BLOCK // input[0].numel(), 1)
+    errors = []
 
-
-def _compiled():
-    compiled = torch.compile(reference.gated_rms_norm, dynamic=False)
-
-    def peer(tensors, keywords):
-        # One specialisation a case, as a model would have, without the limit on them.
-        torch._dynamo.reset()
-
-        return lambda: compiled(*tensors, **keywords)
-
-    return peer
-
-
-def _installed_peers():
-    """Functions that make a call of a peer, or None where the peer lacks the mode."""
-
-    try:
-        from fla.modules.fused_norm_gate import rms_norm_gated
-        from fla.modules.layernorm_gated import rmsnorm_fn
-    except ImportError as error:
-        print(f"flash-linear-attention is not timed: {error}")
-
-        return {}
-
-    def fla_rms_norm_gated(tensors, keywords):
-        input, weight, gate = tensors
-
-        if (
-            not keywords["norm_before_gate"]
-            or keywords["group_size"] != input.shape[-1]
-            or "bias" in keywords
-        ):
-            return None
-
-        return lambda: rms_norm_gated(
-            input,
-            gate,
-            weight,
-            None,
-            activation=keywords["activation"],
-            eps=keywords["eps"],
+    for start in range(0, len(input), num_tokens):
+        block = slice(start, start + num_tokens)
+        arguments = input[block], weight, None if gate is None else gate[block]
+        exact = reference.gated_rms_norm(
+            *arguments,
+            **keywords,
+            arithmetic_dtype=torch.float64,
+            output_dtype=torch.float64,
         )
+        tolerance = reference.gated_rms_norm_tolerance(*arguments, **keywords)
+        errors.append(((output[block].double() - exact).abs() / tolerance).max().item())
 
-    def mamba_rmsnorm_fn(tensors, keywords):
-        input, weight, gate = tensors
-
-        if keywords["activation"] == "sigmoid":
-            return None
-
-        return lambda: rmsnorm_fn(
-            input,
-            weight,
-            keywords.get("bias"),
-            z=gate,
-            eps=keywords["eps"],
-            group_size=keywords["group_size"],
-            norm_before_gate=keywords["norm_before_gate"],
-        )
-
-    return {
-        "fla rms_norm_gated": fla_rms_norm_gated,
-        "fla/mamba rmsnorm_fn": mamba_rmsnorm_fn,
-    }
+    # A NaN is the largest of all.
+    return max(errors, key=lambda error: (error != error, error))
 
 
-def print_table(records):
+def bars_of(record):
+    """What is aimed at: of which call, on which clock, the ratio to the floor."""
+
+    bars = [(ALLOCATING, "host", HOST_BAR)]
+
+    if record["bytes"] < FEW_BYTES:
+        bars.append((OURS, "warm", WARM_BAR))
+    elif record["tokens"] >= MANY_TOKENS:
+        bars.append((OURS, "cold", COLD_BAR))
+
+    return bars
+
+
+def faster_peers(record):
+    """Which peers are ahead, on which clock, by more than the spreads of both."""
+
+    times = record["times"]
+
+    for name, row in times.items():
+        if name in (FLOOR, OURS, ALLOCATING):
+            continue
+
+        for clock in ("cold", "warm", "host"):
+            # Peers allocate.
+            own = times[ALLOCATING if clock == "host" else OURS]
+            lead = own[f"{clock}_us"] - row[f"{clock}_us"]
+
+            if lead > own[f"{clock}_spread_us"] + row[f"{clock}_spread_us"]:
+                yield f"{name} is ahead, {clock}, by {lead:.2f} us"
+
+
+def print_table(records, device):
+    if device == "cpu":
+        print(NOT_MEANINGFUL)
+
     print(
-        "device us with the L2 cleared / warm / host us; ratio of the first to torch.add"
+        f"{'us; ratios to torch.add':26}{'L2 cleared':>12} {'ratio':>6} {'TB/s':>5}"
+        f"{'warm':>9} {'ratio':>6}{'host':>9} {'ratio':>6} {'error':>6}"
     )
 
     for record in records:
-        times = record["times"]
-        floor = times["torch.add"]["cold_us"]
-        shape = "x".join(map(str, record["shape"]))
-        print(f"{record['case']} {shape} {record['mode']}; {record['layout']}")
+        print(f"{record['case']}: {results.label(record)}")
 
-        for name, row in times.items():
+        for name, row in record["times"].items():
+            error = record["errors"].get(name)
             print(
-                f"  {name:22} {row['cold_us']:8.1f} {row['warm_us']:8.2f}"
-                f" {row['host_us']:8.1f}   {row['cold_us'] / floor:5.2f} x"
+                f"  {name:24}{row['cold_us']:12.2f} {row['cold_ratio']:6.2f}"
+                f" {row['tb_per_s']:5.2f}{row['warm_us']:9.2f} {row['warm_ratio']:6.2f}"
+                f"{row['host_us']:9.2f} {row['host_ratio']:6.2f}"
+                f" {'' if error is None else format(error, '6.2f')}"
             )
+
+        if device == "cpu":
+            continue
+
+        for name, clock, bar in bars_of(record):
+            ratio = record["times"][name][f"{clock}_ratio"]
+
+            if ratio > bar:
+                print(f"  MISSED: {name}, {clock}: {ratio:.3f} > {bar}")
+
+        for lead in faster_peers(record):
+            print(f"  {lead}")
+
+        for name, reason in record["missing"].items():
+            if "not installed" not in reason:
+                print(f"  {name} is not timed: {reason.splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,107 @@
 """Host time of a NineToothed call, unpatched and from a plan, beside `torch.add(x, y, out=z)` in the same run.
 
-    python scripts/benchmark_launch.py [--output FILE.jsonl]
+    python scripts/benchmark_launch.py [--device cuda|cpu] [--quick] [--output FILE.jsonl]
 
 Wall clock a call over hundreds of calls without synchronising; the median of rounds, in which all calls take turns.
+On a CPU launches do nothing: the times are what Python and Triton take on that machine, and no device's.
 """
 
-import argparse
 import itertools
-import pathlib
+import sys
 import time
 
 import launch_cases
-import launch_timing
+import results
+import timing
 import torch
+from command_line import make_parser, parse_host_options
 from environment import describe_environment, print_environment
-from launch_timing import call
 
 import ninetoothed_patches
 from ninetoothed_patches.plan_cache import UNUSED_PLANS
 
 # A planned call against torch.add, at most.
-BARS = {"5 tensors": 1.25, "5 tensors, auto-tuned": 1.25, "11 tensors": 2.0}
+BARS = {
+    "5 tensors, planned": 1.25,
+    "5 tensors, auto-tuned, planned": 1.25,
+    "11 tensors, planned": 2.0,
+}
 
 # A call that never comes back against the unpatched call, at most.
 MISS_BAR = 1.3
+
+
+def main(arguments):
+    options = parse_host_options(make_parser(__doc__), arguments)
+
+    with launch_cases.launching(options.device):
+        records = measure(options)
+
+    environment = describe_environment()
+    results.write(options.output, records, environment)
+    print_environment(environment)
+
+    launch_cases.print_table(records, options.device)
+
+    return 0
+
+
+def measure(options):
+    device = options.device
+    x, y, z = (
+        torch.ones(launch_cases.ROWS, launch_cases.COLUMNS, device=device)
+        for _ in range(3)
+    )
+    functions = {
+        "torch.add(x, y, out=z)": lambda: torch.add(x, y, out=z),
+        "torch.empty_like(x)": lambda: torch.empty_like(x),
+    }
+    handles = {}
+
+    for name, (make, arguments_of) in launch_cases.CASES.items():
+        arguments = arguments_of(device)
+        twin, handle = make(), ninetoothed_patches.planned(make())
+        handles[name] = handle
+        functions[f"{name}, unpatched"] = launch_cases.call(twin, arguments)
+        functions[f"{name}, planned"] = launch_cases.call(handle, arguments)
+
+    # Six layouts in turn are more than the recent plans: each call makes its key and looks it up.
+    handles["rotating"] = rotating = ninetoothed_patches.planned(launch_cases.five())
+    layouts = itertools.cycle(
+        unseen_layouts(launch_cases.arguments_of_five(device))[:6]
+    )
+    functions["5 tensors, 6 layouts in turn"] = lambda: rotating(*next(layouts))
+
+    times = timing.host_times(functions, rounds=options.rounds, calls=options.calls)
+
+    for name, handle in handles.items():
+        info = handle.cache_info()
+        assert not info.bypasses and info.hits > info.misses, (name, info)
+
+    floor = times["torch.add(x, y, out=z)"]["median"]
+    records = [
+        {
+            "case": name,
+            **time,
+            "ratio": time["median"] / floor,
+            "of": "torch.add",
+            "bar": BARS.get(name),
+        }
+        for name, time in times.items()
+    ]
+    miss = misses(options.rounds, options.calls, launch_cases.arguments_of_five(device))
+    records += [
+        {
+            "case": f"5 tensors, layouts in a row, {name}",
+            **time,
+            "ratio": time["median"] / miss["unpatched"]["median"],
+            "of": "unpatched",
+            "bar": MISS_BAR if name == "new" else None,
+        }
+        for name, time in miss.items()
+    ]
+
+    return [{"benchmark": "launch", "device": device, **record} for record in records]
 
 
 def unseen_layouts(arguments):
@@ -58,7 +136,7 @@ def misses(rounds, calls, arguments):
             handle(*layout)
 
         samples[name].append((time.perf_counter() - start) / len(layouts) * 1e6)
-        launch_timing.synchronize()
+        timing.synchronize()
 
     for _ in range(rounds):
         handle._cache.clear()
@@ -76,91 +154,8 @@ def misses(rounds, calls, arguments):
     info = handle.cache_info()
     assert (info.hits, info.bypasses) == (0, {}), info
 
-    return {name: launch_timing.summary(values) for name, values in samples.items()}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--calls", type=int, default=400)
-    parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
-    options = parser.parse_args()
-
-    with launch_timing.launching() as device:
-        records = measure(device, options)
-
-    environment = describe_environment()
-    launch_timing.write(options.output, [environment | record for record in records])
-    print_environment(environment)
-    print(f"{'case':34} {'us':>7} {'spread':>7} {'ratio':>6} {'bar':>5}")
-
-    for record in records:
-        bar = record.get("bar")
-        print(
-            f"{record['case']:34} {record['median']:7.2f} {record['spread']:7.2f} "
-            f"{record['ratio']:6.2f} {'' if bar is None else format(bar, '5.2f')}"
-            f"{'' if bar is None or record['ratio'] <= bar else '  MISSED'}"
-        )
-
-
-def measure(device, options):
-    x, y, z = (
-        torch.ones(launch_cases.ROWS, launch_cases.COLUMNS, device=device)
-        for _ in range(3)
-    )
-    functions = {
-        "torch.add(x, y, out=z)": lambda: torch.add(x, y, out=z),
-        "torch.empty_like(x)": lambda: torch.empty_like(x),
-    }
-    handles = {}
-
-    for name, (make, arguments_of) in launch_cases.CASES.items():
-        arguments = arguments_of(device)
-        twin, handle = make(), ninetoothed_patches.planned(make())
-        handles[name] = handle
-        functions[f"{name}, unpatched"] = call(twin, arguments)
-        functions[f"{name}, planned"] = call(handle, arguments)
-
-    # Six layouts in turn are more than the recent plans: each call makes its key and looks it up.
-    handles["rotating"] = rotating = ninetoothed_patches.planned(launch_cases.five())
-    layouts = itertools.cycle(
-        unseen_layouts(launch_cases.arguments_of_five(device))[:6]
-    )
-    functions["5 tensors, 6 layouts in turn"] = lambda: rotating(*next(layouts))
-    times = launch_timing.host_times(
-        functions, rounds=options.rounds, calls=options.calls
-    )
-
-    for name, handle in handles.items():
-        info = handle.cache_info()
-        assert not info.bypasses and info.hits > info.misses, (name, info)
-
-    floor = times["torch.add(x, y, out=z)"]["median"]
-    records = [
-        {
-            "case": name,
-            **time,
-            "ratio": time["median"] / floor,
-            "of": "torch.add",
-            "bar": BARS.get(name.removesuffix(", planned"))
-            if name.endswith("planned")
-            else None,
-        }
-        for name, time in times.items()
-    ]
-    miss = misses(options.rounds, options.calls, launch_cases.arguments_of_five(device))
-
-    return records + [
-        {
-            "case": f"5 tensors, layouts in a row, {name}",
-            **time,
-            "ratio": time["median"] / miss["unpatched"]["median"],
-            "of": "unpatched",
-            "bar": MISS_BAR if name == "new" else None,
-        }
-        for name, time in miss.items()
-    ]
+    return {name: timing.summary(values) for name, values in samples.items()}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

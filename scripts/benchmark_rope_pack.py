@@ -1,25 +1,30 @@
-"""Device and host time of `qk_norm_rope_pack_` and `qk_norm_rope`, beside a copy.
+"""Time `qk_norm_rope_pack_` and `qk_norm_rope` beside a copy of the bytes, and beside others.
 
-    python scripts/benchmark_rope_pack.py --device cuda [--quick] [--sweep] --output FILE
+    python scripts/benchmark_rope_pack.py [--device cuda|cpu] [--quick] [--sweep]
+        [--cases PATTERN...] [--output FILE.jsonl]
 
-Each case is checked against PyTorch's eager chain, then timed as the replay of a CUDA graph
-of one call with the L2 cleared before it. Beside it, in the same rounds, runs an
-element-wise kernel that moves as many bytes as the case must: its floor. `--sweep` times
-launch choices other than that of `ntops_ext.configs` as well. Every measurement is a line
-of JSON in FILE, and a table comes last.
+Each case is checked against PyTorch's eager chain, the others' results with it. Then, in
+turns, everybody is timed (`timing.all_times` says how): the operator; the floor, an
+element-wise kernel that moves as many bytes as the case must; and, in the three modes of the
+production shape, the eager chain, the same under torch.compile, and the CUDA scheme that
+others have published (cuda_scheme.cu). `--sweep` times launch choices other than that of
+`ntops_ext.configs` as well.
+
+On a CPU the kernel runs in Triton's interpreter on tiny cases, and times mean nothing.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
+import fnmatch
 import sys
 
+import cuda_scheme
+import results
 import torch
+from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
 from run_rope_pack_smoke import MAX_ERROR, Case, make_inputs
-from timing import cold_device_time, host_time, warm_device_time
-from tqdm import tqdm
+from timing import NOT_MEANINGFUL, all_times
 
 from ntops_ext import configs, reference
 from ntops_ext.torch import (
@@ -51,75 +56,107 @@ CASES = (
 )
 
 QUICK = ("in_place", "copy_k_and_v", "single_tensor", "packed_views", "grouped_32_4")
+# The interpreter runs about a thousand programs a second.
+TINY = {"tokens": 2, "prefix": 1, "heads": 2, "kv_heads": 2, "head_dim": 16}
+QUICK_ON_CPU = ("copy_k_and_v", "single_tensor")
 
 # Heads a program, warps.
 SWEEP = ((4, 1), (8, 1), (16, 1), (32, 1), (8, 2), (16, 2), (32, 2), (32, 4))
-SWEPT = ("in_place", "copy_k_and_v", "single_tensor")
+
+# The production shape: with peers, and swept.
+PRODUCTION = ("in_place", "copy_k_and_v", "single_tensor")
+
+# The ratio to the floor that is aimed at there, with the L2 cleared.
+BAR = 1.05
+
+FLOOR, OURS, SCHEME = "copy", "ntops_ext", "CUDA scheme"
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("cuda",), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--sweep", action="store_true", help="other launch choices as well"
     )
-    parser.add_argument(
-        "--output", metavar="FILE.jsonl", help="where records are written"
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="as `width_*`")
+    options = parse(parser, arguments)
+    quick = QUICK if options.device == "cuda" else QUICK_ON_CPU
+    cases = [
+        case if options.device == "cuda" else dataclasses.replace(case, **TINY)
+        for case in CASES
+        if (not options.quick or case.name in quick)
+        and any(fnmatch.fnmatchcase(case.name, it) for it in options.cases or ["*"])
+    ]
 
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA or ROCm device here")
+    if not cases:
+        parser.error("--cases: no case has such a name")
 
     environment = describe_environment()
     print_environment(environment)
-    runs = [(case, None) for case in CASES if not options.quick or case.name in QUICK]
+    runs = [(case, None) for case in cases]
 
     if options.sweep:
         runs += [
-            (case, choice) for case in CASES if case.name in SWEPT for choice in SWEEP
+            (case, choice)
+            for case in cases
+            if case.name in PRODUCTION
+            for choice in SWEEP
         ]
 
-    records = [_measure(case, choice) for case, choice in tqdm(runs, unit="case")]
-
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            for record in records:
-                print(json.dumps({**record, "environment": environment}), file=file)
-
-    print(_HEADER)
-    print("\n".join(_row(record) for record in records))
+    records = [
+        _measure(case, choice, options) for case, choice in progress(runs, "case")
+    ]
+    results.write(options.output, records, environment)
+    print_table(records, options.device)
 
     return int(not all(record["is_right"] for record in records))
 
 
-_COLUMNS = {
-    "device_us": "us",
-    "floor_us": "floor",
-    "ratio": "ratio",
-    "tb_per_s": "TB/s",
-    "spread_us": "spread",
-    "warm_us": "warm",
-    "host_us": "host",
-    "eager_us": "eager",
-}
+def print_table(records, device):
+    if device == "cpu":
+        print(NOT_MEANINGFUL)
 
-_HEADER = f"{'case':16} {'choice':6} {'bits':6}" + "".join(
-    f" {title:>7}" for title in _COLUMNS.values()
-)
-
-
-def _row(record):
-    numbers = "".join(
-        f" {record[name]:7.{3 if name == 'ratio' else 2}f}"
-        if name in record
-        else 8 * " "
-        for name in _COLUMNS
+    print(
+        f"{'us; ratios to the copy':22}{'L2 cleared':>12} {'ratio':>6} {'TB/s':>5}"
+        f"{'warm':>9} {'ratio':>6}{'host':>10}  bits"
     )
-    bits = "equal" if record["is_equal"] else "differ"
 
-    return f"{record['name']:16} {record['choice']:6} {bits:6}{numbers}"
+    for record in records:
+        shape = f"{record['tokens']} tokens, {record['mode']}, {record['layout']}"
+        print(f"{record['case']} ({shape}), choice {record['choice']}")
+        times = record["times"]
+
+        for name, row in times.items():
+            print(
+                f"  {name:20}{row['cold_us']:12.2f} {row['cold_ratio']:6.3f}"
+                f" {row['tb_per_s']:5.2f}{row['warm_us']:9.2f} {row['warm_ratio']:6.3f}"
+                f"{row['host_us']:10.2f}  {_verdict(record['errors'].get(name))}"
+            )
+
+        for name, reason in record["missing"].items():
+            print(f"  {name} is not timed: {reason.splitlines()[0]}")
+
+        if device == "cpu" or record["case"] not in PRODUCTION:
+            continue
+
+        ratio = times[OURS]["cold_ratio"]
+
+        if record["choice"] == "own" and ratio > BAR:
+            print(f"  MISSED: {ratio:.3f} of the copy > {BAR}")
+
+        for clock in ("cold", "warm"):
+            if SCHEME in times:
+                lead = times[SCHEME][f"{clock}_us"] / times[OURS][f"{clock}_us"]
+                print(
+                    f"  {'' if lead > 1 else 'MISSED: '}{SCHEME} / ours, {clock}:"
+                    f" {lead:.2f}"
+                )
+
+
+def _verdict(error):
+    if error is None:
+        return ""
+
+    return "equal" if error["is_equal"] else f"{error['error']:.2f} off"
 
 
 @contextlib.contextmanager
@@ -147,91 +184,137 @@ def _forget_layouts():
     _qk_norm_rope_pack.layouts.clear()
 
 
-def _measure(case, choice):
+def _measure(case, choice, options):
     with contextlib.nullcontext() if choice is None else _launched_as(choice):
-        return _measure_as_launched(case, choice)
+        return _measure_as_launched(case, choice, options)
 
 
-def _measure_as_launched(case, choice):
-    inputs = make_inputs(case, "cuda")
-    call, call_eager, expected = _calls(case, inputs)
-    actual = [tensor.clone() for tensor in call()]
-    is_equal = all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in zip(expected, actual, strict=True)
-    )
-    error = max(
-        reference.rotation_error(one, other)
-        for one, other in zip(actual, expected, strict=True)
-    )
-    del expected, actual
+def _measure_as_launched(case, choice, options):
+    device = options.device
+    makers = {OURS: _make_call}
+    calls, errors, missing = {}, {}, {}
 
-    num_bytes = _bytes_that_must_move(case)
-    source = torch.ones(num_bytes // 8, dtype=torch.float32, device="cuda")
+    if choice is None and case.name in PRODUCTION:
+        makers |= {
+            "eager": _make_eager_call,
+            "torch.compile": _make_compiled_call,
+            SCHEME: _make_scheme_call,
+        }
+
+    inputs = make_inputs(case, device)
+    expected = [tensor.clone() for tensor in _make_eager_call(case, inputs)()]
+
+    for name, make in makers.items():
+        # Everybody's own inputs, that others have not written to.
+        inputs = make_inputs(case, device)
+
+        try:
+            call = make(case, inputs)
+            errors[name] = _compare(call(), expected)
+        except Exception as error:
+            if name == OURS:
+                raise
+
+            # A peer that cannot do it must not end the others' run.
+            missing[name] = f"not available: {error}"
+
+            continue
+
+        if name != OURS and not errors[name]["error"] <= 2 * MAX_ERROR[case.dtype]:
+            missing[name] = f"wrong by {errors[name]['error']:.1f} roundings"
+        else:
+            calls[name] = call
+
+    num_bytes = bytes_that_must_move(case)
+    source = torch.ones(num_bytes // 8, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    # In turns, so that a drifting clock reaches both alike. The floor is not `copy_`: a
-    # captured copy becomes a memcpy node, which is another thing.
-    times, floors = [], []
+    # Not `copy_`: a captured copy becomes a memcpy node, which is another thing.
+    calls = {FLOOR: lambda: torch.neg(source, out=target), **calls}
+    times = all_times(calls, device=device, quick=options.quick)
 
-    for _ in range(3):
-        times.append(cold_device_time(call))
-        floors.append(cold_device_time(lambda: torch.neg(source, out=target)))
+    for row in times.values():
+        row["tb_per_s"] = num_bytes / row["cold_us"] / 1e6
 
-    device_us, spread_us = sorted(times)[1]
-    floor_us, floor_spread_us = sorted(floors)[1]
-    times = {
-        "device_us": device_us,
-        "spread_us": spread_us,
-        "floor_us": floor_us,
-        "floor_spread_us": floor_spread_us,
-        "ratio": device_us / floor_us,
-        "tb_per_s": num_bytes / device_us / 1e6,
-    }
-
-    if choice is None:
-        times["warm_us"] = warm_device_time(call)[0]
-        times["host_us"] = host_time(call)[0]
-
-        if case.name in SWEPT:
-            times["eager_us"] = cold_device_time(call_eager)[0]
+        for clock in ("cold", "warm"):
+            row[f"{clock}_ratio"] = row[f"{clock}_us"] / times[FLOOR][f"{clock}_us"]
 
     return {
         "benchmark": "rope_pack",
-        **dataclasses.asdict(case),
+        "case": case.name,
+        **{
+            name: value
+            for name, value in dataclasses.asdict(case).items()
+            if name != "name"
+        },
+        "device": device,
         "choice": "own" if choice is None else "/".join(map(str, choice)),
-        "is_equal": is_equal,
-        "is_right": error <= MAX_ERROR[case.dtype],
-        "largest_error": error,
+        "is_equal": errors[OURS]["is_equal"],
+        "is_right": errors[OURS]["error"] <= MAX_ERROR[case.dtype],
+        "largest_error": errors[OURS]["error"],
+        "errors": errors,
         "bytes": num_bytes,
-        **times,
+        "times": times,
+        "missing": missing,
     }
 
 
-def _calls(case, inputs):
-    """The call, the same in eager PyTorch, and what the former must give."""
+def _compare(actual, expected):
+    pairs = list(zip(actual, expected, strict=True))
 
+    return {
+        "is_equal": all(
+            torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in pair))
+            for pair in pairs
+        ),
+        "error": max(reference.rotation_error(one, other) for one, other in pairs),
+    }
+
+
+# Each of these returns a call that returns what it wrote.
+
+
+def _make_call(case, inputs):
     if case.mode == "single_tensor":
         arguments = (inputs.q, inputs.q_weight, inputs.rope)
         output = torch.empty_like(inputs.q)
 
-        return (
-            lambda: [qk_norm_rope(*arguments, out=output)],
-            lambda: reference.qk_norm_rope(*arguments),
-            [reference.qk_norm_rope(*arguments)],
-        )
+        return lambda: (qk_norm_rope(*arguments, out=output),)
 
-    expected = [tensor.clone() for tensor in inputs.written]
-    reference.qk_norm_rope_pack_(*expected, *inputs.read)
     arguments = (*inputs.written, *inputs.read)
 
-    return (
-        lambda: qk_norm_rope_pack_(*arguments),
-        lambda: reference.qk_norm_rope_pack_(*arguments),
-        expected,
-    )
+    return lambda: qk_norm_rope_pack_(*arguments)
 
 
-def _bytes_that_must_move(case):
+def _make_eager_call(case, inputs, compiled=lambda function: function):
+    if case.mode == "single_tensor":
+        arguments = (inputs.q, inputs.q_weight, inputs.rope)
+        single = compiled(reference.qk_norm_rope)
+
+        return lambda: (single(*arguments),)
+
+    arguments = (*inputs.written, *inputs.read)
+    pack = compiled(reference.qk_norm_rope_pack_)
+
+    return lambda: pack(*arguments)
+
+
+def _make_compiled_call(case, inputs):
+    if inputs.q.device.type == "cpu":
+        raise RuntimeError("needs a GPU")
+
+    torch._dynamo.reset()
+
+    return _make_eager_call(case, inputs, torch.compile)
+
+
+def _make_scheme_call(case, inputs):
+    if inputs.q.device.type == "cpu":
+        raise cuda_scheme.NotAvailableError("needs a GPU")
+
+    return cuda_scheme.make_call(case, inputs, torch.empty_like(inputs.q))
+
+
+def bytes_that_must_move(case):
     item_size = getattr(torch, case.dtype).itemsize
     head_size = case.head_dim * item_size
     tokens = case.batch * case.tokens

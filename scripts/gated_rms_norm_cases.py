@@ -72,6 +72,11 @@ class Case:
 
         return ", ".join(parts)
 
+    def num_elements(self, num_tokens):
+        """How many elements the input has."""
+
+        return num_tokens * math.prod(self.row_shape) * self.num_columns
+
     def make_arguments(self, num_tokens, *, device, dtype, seed=0):
         """The positional and keyword arguments of a call with random contents."""
 

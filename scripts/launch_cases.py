@@ -3,6 +3,10 @@
 Every case is a function that makes its handle, and the arguments of a call on a device.
 """
 
+import contextlib
+import pathlib
+import sys
+
 import ninetoothed
 import torch
 from ninetoothed import Tensor, block_size
@@ -114,3 +118,57 @@ CASES = {
     "5 tensors, auto-tuned": (five_tuned, arguments_of_five),
     "11 tensors": (eleven, arguments_of_eleven),
 }
+
+
+TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
+
+
+@contextlib.contextmanager
+def launching(device):
+    """For the block's duration kernels can be called on `device`. On a CPU launches do nothing."""
+
+    if device == "cuda":
+        yield
+
+        return
+
+    sys.path.insert(0, str(TESTS))
+    import recording_driver
+
+    # A function of C that takes whatever it is given, and is quick about it.
+    recording_driver.RecordingDriver._record = staticmethod("".format)
+    recording_driver.RecordingDriver._benchmark = staticmethod(
+        lambda launch, quantiles: [1.0] * 3
+    )
+
+    with recording_driver.recording():
+        yield
+
+
+def call(handle, arguments):
+    """A call with these arguments, written out: packing and unpacking them costs 0.2 us."""
+
+    names = [f"a{index}" for index in range(len(arguments))]
+    source = f"lambda: handle({', '.join(names)})"
+
+    return eval(source, {"handle": handle, **dict(zip(names, arguments, strict=True))})
+
+
+LAUNCHES_DO_NOTHING = "Launches do nothing here: these times are not those of a device."
+
+
+def print_table(records, device):
+    """Host times beside what they are measured against."""
+
+    if device == "cpu":
+        print(LAUNCHES_DO_NOTHING)
+
+    print(f"{'case':40} {'us':>7} {'spread':>7} {'ratio':>6} {'bar':>5}")
+
+    for record in records:
+        bar = record["bar"]
+        print(
+            f"{record['case']:40} {record['median']:7.2f} {record['spread']:7.2f} "
+            f"{record['ratio']:6.2f} {'' if bar is None else format(bar, '5.2f')}"
+            f"{'' if bar is None or record['ratio'] <= bar else '  MISSED'}"
+        )

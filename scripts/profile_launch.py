@@ -1,28 +1,119 @@
 """Where the time of one NineToothed call goes, unpatched and from a plan.
 
-    python scripts/profile_launch.py [--output FILE.jsonl]
+    python scripts/profile_launch.py [--device cuda|cpu] [--quick] [--output FILE.jsonl]
 
 Each part is called alone, many times, and the parts take turns. Alone a part finds its code and data in the caches: the
-parts add up to somewhat less than the whole, and the rest is shown as such. Without a GPU the launcher does nothing, and the
-rows that need one are left out.
+parts add up to somewhat less than the whole, and the rest is shown as such. On a CPU launches do nothing: the launcher's
+time is missing there.
 """
 
-import argparse
-import pathlib
+import sys
 import types
 
 import launch_cases
-import launch_timing
+import results
 import timing
 import torch
+from command_line import make_parser, parse_host_options
 from environment import describe_environment, print_environment
-from launch_timing import call
+from launch_cases import call
 
 import ninetoothed_patches
 
+WHOLE, REST = "a whole call", "rest: frames, comparing, counting"
+
+
+def main(arguments):
+    options = parse_host_options(make_parser(__doc__), arguments)
+
+    with launch_cases.launching(options.device):
+        x, y, z = (torch.ones(32, 128, device=options.device) for _ in range(3))
+        floor = timing.host_times(
+            {"torch.add(x, y, out=z)": lambda: torch.add(x, y, out=z)},
+            rounds=options.rounds,
+            calls=options.calls,
+        )
+        records = [
+            {"case": "floor", "way": "", "part": part, "within": None, **time}
+            for part, time in floor.items()
+        ]
+
+        for name in launch_cases.CASES:
+            records += profile(name, options)
+
+    environment = describe_environment()
+    records = [
+        {"benchmark": "profile_launch", "device": options.device, **record}
+        for record in records
+    ]
+    results.write(options.output, records, environment)
+    print_environment(environment)
+
+    if options.device == "cpu":
+        print(launch_cases.LAUNCHES_DO_NOTHING)
+
+    print_table(records)
+
+    return 0
+
+
+def profile(name, options):
+    """The records of one case: whole calls, their parts, and what is left over."""
+
+    make, arguments_of = launch_cases.CASES[name]
+    arguments = arguments_of(options.device)
+    twin, handle = make(), ninetoothed_patches.planned(make())
+
+    for _ in range(3):
+        twin(*arguments)
+        handle(*arguments)
+
+    functions = {
+        ("unpatched", WHOLE): call(twin, arguments),
+        ("planned", WHOLE): call(handle, arguments),
+    }
+    within = {}
+
+    for way, (parts, outer) in (
+        ("unpatched", unpatched_parts(twin, arguments)),
+        ("planned", planned_parts(handle, arguments)),
+    ):
+        functions |= {(way, part): function for part, function in parts.items()}
+        within |= {(way, part): outer.get(part, WHOLE) for part in parts}
+
+    times = timing.host_times(functions, rounds=options.rounds, calls=options.calls)
+
+    for way in ("unpatched", "planned"):
+        parts = sum(
+            time["median"]
+            for key, time in times.items()
+            if key[0] == way and within.get(key) == WHOLE
+        )
+        left = times[way, WHOLE]["median"] - parts
+        times[way, REST] = {"median": left, "spread": 0.0}
+        within[way, REST] = WHOLE
+
+    if options.device == "cuda":
+        median, spread = timing.warm_device_time(call(handle, arguments))
+        times["device", "kernel"] = {"median": median, "spread": spread}
+
+    return [
+        {
+            "case": name,
+            "way": way,
+            "part": part,
+            "within": within.get((way, part)),
+            **time,
+        }
+        for (way, part), time in times.items()
+    ]
+
 
 def unpatched_parts(twin, arguments):
-    """The generated launch function without what it calls, and Triton's own way down to the launcher."""
+    """The generated launch function without what it calls, and Triton's own way down to the launcher.
+
+    :return: Functions by the part's name, and for parts that lie in another part that one's name.
+    """
 
     launch = twin._launch
     kernel = twin._kernel
@@ -55,23 +146,27 @@ def unpatched_parts(twin, arguments):
         options = tuner.best_config.all_kwargs()
         bound |= options
 
-    def jit():
-        kernel[seen["grid"]](*args, **options)
-
+    launched = kernel[seen["grid"]](*args, **options)
+    jit = "Triton's JITFunction, with its launcher"
     parts = {
-        "handle and launch function: sizes, strides": lambda: noted(*arguments),
+        "handle and launch function: sizes, strides": call(noted, arguments),
+        jit: lambda: kernel[seen["grid"]](*args, **options),
         "grid": lambda: seen["grid"](bound),
-        "Triton's JITFunction, with its launcher": jit,
     }
+    within = {"grid": jit}
 
     if tuner is not None:
-        parts["Triton's Autotuner, with all below"] = lambda: tuner[seen["grid"]](*args)
+        tuner_part = "Triton's Autotuner, with all below"
+        parts[tuner_part] = lambda: tuner[seen["grid"]](*args)
+        within[jit] = tuner_part
 
-    return parts
+    assert launched is not None, "Triton returned no kernel"
+
+    return parts, within
 
 
 def planned_parts(handle, arguments):
-    """What `plan_cache`'s entry does, piece by piece."""
+    """What `plan_cache`'s entry does, piece by piece. Returned as by `unpatched_parts`."""
 
     cache = handle._cache
     (plan,) = cache.recent
@@ -85,7 +180,8 @@ def planned_parts(handle, arguments):
         cache.recent = ()
         handle(*arguments)
 
-    return {
+    look_up = "(a whole call by key and look-up)"
+    parts = {
         "addresses": eval(f"lambda: ({read})", names),
         "tensor guard": call(plan.fits, tensors),
         "Triton's state": cache._state,
@@ -93,103 +189,14 @@ def planned_parts(handle, arguments):
         "device": plan.current_device,
         "stream": lambda: plan.current_stream(plan.device),
         "launcher, with its arguments": call(plan.launch, [stream, *addresses]),
-        "(a whole call by key and look-up)": key_and_look_up,
+        look_up: key_and_look_up,
     }
 
-
-def kernel_time(function):
-    """Microseconds that the kernel takes on the device; None without one."""
-
-    if not torch.cuda.is_available():
-        return None
-
-    return timing.warm_device_time(function)[0]
+    # Not a part: another way for a whole call to go.
+    return parts, {look_up: None}
 
 
-def profile(name, device, options):
-    make, arguments_of = launch_cases.CASES[name]
-    arguments = arguments_of(device)
-    twin, handle = make(), ninetoothed_patches.planned(make())
-
-    for _ in range(3):
-        twin(*arguments)
-        handle(*arguments)
-
-    functions = {
-        ("unpatched", "a whole call"): call(twin, arguments),
-        ("planned", "a whole call"): call(handle, arguments),
-    }
-
-    for way, parts in (
-        ("unpatched", unpatched_parts(twin, arguments)),
-        ("planned", planned_parts(handle, arguments)),
-    ):
-        functions |= {(way, part): function for part, function in parts.items()}
-
-    times = launch_timing.host_times(
-        functions, rounds=options.rounds, calls=options.calls
-    )
-    records = [
-        {"case": name, "way": way, "part": part, **time}
-        for (way, part), time in times.items()
-    ]
-    planned = [record for record in records if record["way"] == "planned"]
-    parts = sum(
-        record["median"]
-        for record in planned
-        if record["part"] != "a whole call" and not record["part"].startswith("(")
-    )
-    records.append(
-        {
-            "case": name,
-            "way": "planned",
-            "part": "rest: frames, comparing, counting",
-            "median": planned[0]["median"] - parts,
-            "spread": 0.0,
-        }
-    )
-    device_time = kernel_time(call(handle, arguments))
-
-    if device_time is not None:
-        records.append(
-            {
-                "case": name,
-                "way": "device",
-                "part": "kernel",
-                "median": device_time,
-                "spread": 0.0,
-            }
-        )
-
-    return records
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=300)
-    parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
-    options = parser.parse_args()
-    records = []
-
-    with launch_timing.launching() as device:
-        x, y, z = (torch.ones(32, 128, device=device) for _ in range(3))
-        floor = launch_timing.host_times(
-            {"torch.add(x, y, out=z)": lambda: torch.add(x, y, out=z)},
-            rounds=options.rounds,
-            calls=options.calls,
-        )
-        records += [
-            {"case": "floor", "way": "", "part": part, **time}
-            for part, time in floor.items()
-        ]
-
-        for name in launch_cases.CASES:
-            records += profile(name, device, options)
-
-    environment = describe_environment()
-    launch_timing.write(options.output, [environment | record for record in records])
-    print_environment(environment)
+def print_table(records):
     case = None
 
     for record in records:
@@ -197,8 +204,12 @@ def main():
             case = record["case"]
             print(f"\n{case}")
 
-        print(f"  {record['way']:10} {record['part']:46} {record['median']:8.2f} us")
+        indent = "" if record["within"] in (None, WHOLE) else "  "
+        print(
+            f"  {record['way']:10} {indent + record['part']:48}"
+            f" {record['median']:8.2f} us"
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

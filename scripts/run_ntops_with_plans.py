@@ -159,9 +159,10 @@ def measure(folder, output):
     sys.path[:0] = [str(ROOT), str(folder / "src")]
 
     import ntops
+    import results
     import torch
     from environment import describe_environment, print_environment
-    from launch_timing import host_times, write
+    from timing import host_times
 
     import ninetoothed_patches
 
@@ -188,7 +189,7 @@ def measure(folder, output):
         }
         for name in times["unpatched"]
     ]
-    write(output, [environment | record for record in records])
+    results.write(output, records, environment)
     print_environment(environment)
     print(f"hits {info.hits}, misses {info.misses}, bypasses {info.bypasses}")
     print(f"{'operator':24} {'unpatched':>10} {'patched':>10}   us, output allocated")

@@ -1,22 +1,22 @@
 """Time every launch choice of gated RMSNorm, to choose those of `ntops_ext.configs` by.
 
-    python scripts/sweep_gated_rms_norm.py --output FILE.jsonl
+    python scripts/sweep_gated_rms_norm.py [--device cuda|cpu] [--quick] --output FILE.jsonl
 
 For each group size, rows a program, warps and order of loads: device time beside
 `torch.add` on the same bytes, with the L2 cache cleared for many rows, and 20 launches back
-to back for few. Nothing that is timed here can change a bit of a result.
+to back for few. Nothing that is timed here can change a bit of a result. On a CPU one tiny
+shape runs in Triton's interpreter, and times mean nothing.
 """
 
-import argparse
 import functools
-import json
 import multiprocessing
 import sys
 
+import results
 import torch
+from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
-from timing import cold_device_time, warm_device_time
-from tqdm import tqdm
+from timing import NOT_MEANINGFUL, all_times, cold_device_time, warm_device_time
 
 from ntops_ext import configs
 from ntops_ext._handles import import_kernels, make_handle
@@ -51,39 +51,44 @@ FEW_GROUPS = (
 )
 
 
+QUICK = (MANY_GROUPS[1], MANY_GROUPS[5], FEW_GROUPS[0])
+
+TINY = (16, 1, 2, True)
+
+
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", metavar="FILE.jsonl", required=True)
-    options = parser.parse_args(arguments)
-
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA or ROCm device here")
-
+    options = parse(make_parser(__doc__), arguments)
     environment = describe_environment()
     print_environment(environment)
+    shapes = QUICK if options.quick else MANY_GROUPS + FEW_GROUPS
 
-    jobs = [
-        (shape, choice)
-        for shape in MANY_GROUPS + FEW_GROUPS
-        for choice in choices(shape[0])
-    ]
+    if options.device == "cpu":
+        shapes = (TINY,)
+        print(NOT_MEANINGFUL)
+    else:
+        jobs = [(shape, choice) for shape in shapes for choice in choices(shape[0])]
 
-    # Triton keeps what these processes compile on disk, for this one to find.
-    with multiprocessing.get_context("spawn").Pool() as pool:
-        pool.starmap(compile_choice, jobs, chunksize=1)
+        # Triton keeps what these processes compile on disk, for this one to find.
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.starmap(compile_choice, jobs, chunksize=1)
 
-    with open(options.output, "w", encoding="utf-8") as file:
-        for shape in tqdm(MANY_GROUPS + FEW_GROUPS, unit="shape"):
-            records = measure(shape)
+    records = []
 
-            for record in records:
-                print(json.dumps({**record, "environment": environment}), file=file)
+    for shape in progress(shapes, "shape"):
+        of_shape = measure(shape, options.device)
+        print_best(shape, of_shape)
+        records += of_shape
 
-            print_best(shape, records)
+    results.write(options.output, records, environment)
+
+    return 0
 
 
 def choices(group_size):
     """Rows, warps, order of loads: at most 64 columns a thread, and no fewer than 8."""
+
+    if group_size == TINY[0]:
+        return [(2, 1, True), (2, 1, False)]
 
     lanes = configs.next_power_of_2(group_size)
 
@@ -97,7 +102,7 @@ def choices(group_size):
     ]
 
 
-def make_call(shape, choice):
+def make_call(shape, choice, device="cuda"):
     """A call of the kernel with random contents, and its tensors."""
 
     group_size, num_groups, num_rows, norm_before_gate = shape
@@ -111,7 +116,7 @@ def make_call(shape, choice):
         row_tile=(rows_per_program,),
         parameters_first=parameters_first,
     )
-    random = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     input, gate = (random(num_rows, num_groups * group_size) for _ in range(2))
     weight, output = random(num_groups * group_size), torch.empty_like(input)
     scalars = (1 / group_size, 1e-5, 0.0, kernel.SILU, int(norm_before_gate))
@@ -127,21 +132,30 @@ def compile_choice(shape, choice):
     torch.cuda.synchronize()
 
 
-def measure(shape):
+def _wall_time(function):
+    return all_times({"": function}, device="cpu")[""]["cold_us"], 0.0
+
+
+def measure(shape, device):
     """A record for each choice."""
 
     group_size, num_groups, num_rows, norm_before_gate = shape
     time = cold_device_time if shape in MANY_GROUPS else warm_device_time
-    _, (input, gate, output) = make_call(shape, choices(group_size)[0])
+
+    if device == "cpu":
+        time = _wall_time
+
+    _, (input, gate, output) = make_call(shape, choices(group_size)[0], device)
     floor, _ = time(lambda: torch.add(input, gate, out=output))
     records = []
 
     for choice in choices(group_size):
-        call, _ = make_call(shape, choice)
+        call, _ = make_call(shape, choice, device)
         microseconds, spread = time(call)
         records.append(
             {
-                "sweep": "gated_rms_norm",
+                "benchmark": "gated_rms_norm-sweep",
+                "device": device,
                 "group_size": group_size,
                 "groups": num_groups,
                 "rows": num_rows,

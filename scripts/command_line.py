@@ -1,0 +1,78 @@
+"""The options that the scripts have in common, read before anything imports Triton."""
+
+import argparse
+import os
+import pathlib
+import sys
+
+import torch
+
+
+def make_parser(documentation):
+    """A parser with `--device`, `--quick` and `--output`, described by a script's docstring."""
+
+    parser = argparse.ArgumentParser(description=documentation.partition("\n\n")[0])
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer cases and rounds: under 2 minutes on a GPU",
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, metavar="FILE.jsonl", help="for the records"
+    )
+
+    return parser
+
+
+def parse(parser, arguments, *, interpret=True):
+    """The options, with a device that is there.
+
+    :param interpret: Whether kernels run in Triton's interpreter on a CPU. Triton reads that
+        when it is imported, so no script may have imported it by now.
+    """
+
+    options = parser.parse_args(arguments)
+
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
+
+    if options.device == "cpu" and interpret:
+        is_too_late = "triton" in sys.modules
+        assert not is_too_late or os.environ.get("TRITON_INTERPRET") == "1"
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    return options
+
+
+def parse_host_options(parser, arguments):
+    """The options of a script that times calls on the host, with its rounds and calls.
+
+    Where there is no GPU, nothing is interpreted: launches do nothing.
+    """
+
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--calls", type=int, help="a round")
+    options = parse(parser, arguments, interpret=False)
+    is_tiny = options.quick and options.device == "cpu"
+    options.rounds = options.rounds or (2 if is_tiny else 9 if options.quick else 25)
+    options.calls = options.calls or (8 if is_tiny else 400)
+
+    return options
+
+
+def progress(steps, unit):
+    """The same steps, with a bar where somebody looks on and tqdm is installed."""
+
+    if not sys.stderr.isatty():
+        return steps
+
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+
+    return tqdm(steps, unit=unit)

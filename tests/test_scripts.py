@@ -1,0 +1,203 @@
+"""The scripts: each runs to its end without a GPU, and the documents say what the results say.
+
+Those that run kernels in Triton's interpreter are in interpreted/test_scripts.py.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+RESULTS = sorted((ROOT / "docs" / "results").glob("*/*.jsonl"))
+
+sys.path.insert(0, str(SCRIPTS))
+
+import results  # noqa: E402
+import update_readme_results  # noqa: E402
+
+
+def run(script, *arguments):
+    """What a script prints, in a process of its own. It must succeed."""
+
+    finished = subprocess.run(
+        [sys.executable, SCRIPTS / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"},
+        timeout=300,
+    )
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+    return finished.stdout
+
+
+# The script, and whether it says that its times are not a device's in these words.
+BENCHMARKS = {
+    "benchmark_calls.py": "not those of a device",
+    "benchmark_launch.py": "not those of a device",
+    "measure_first_call.py": "tuned: 0",
+    "profile_launch.py": "not those of a device",
+    "reproduce_submission.py": "mean nothing",
+}
+
+
+@pytest.mark.parametrize("script", BENCHMARKS)
+def test_a_benchmark_on_a_cpu(script, tmp_path):
+    """It ends, says what its times are worth, and writes its environment into each record."""
+
+    output = tmp_path / "records.jsonl"
+    printed = run(script, "--device", "cpu", "--quick", "--output", output)
+
+    assert BENCHMARKS[script] in printed
+
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+
+    assert records
+
+    for record in records:
+        assert record["benchmark"]
+        assert record["device"] == "cpu"
+        assert {"commit", "date", "torch", "gpu"} <= record["environment"].keys()
+
+
+@pytest.mark.parametrize(
+    "script",
+    sorted(
+        path.name for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()
+    ),
+)
+def test_every_script_is_run_here_or_named(script):
+    """A new script is tested, or stands here with the reason."""
+
+    untested = {
+        "benchmark_qk_norm_rope_backward.py": "needs a GPU",
+        "plot_results.py": "has a test of its own",
+        "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
+        "run_tests.py": "runs this",
+        "run_triton_versions.py": "makes environments",
+        "update_readme_results.py": "has a test of its own",
+    }
+
+    interpreted = (ROOT / "tests" / "interpreted" / "test_scripts.py").read_text()
+    is_tested = script in BENCHMARKS or f'"{script.removesuffix(".py")}"' in interpreted
+
+    assert is_tested != (script in untested)
+
+
+@pytest.mark.parametrize(
+    "path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_results_can_be_read(path):
+    """Each record is of the present form, whenever it was written."""
+
+    records = results.read(path)
+
+    assert records
+
+    for record in records:
+        assert "sweep" in record or "commit" in record["environment"]
+
+        if record.get("benchmark") in ("gated_rms_norm", "rope_pack"):
+            assert record["times"]["ntops_ext"]["cold_us"] > 0
+            assert results.label(record)
+
+
+def test_documents_agree_with_the_results():
+    """Every table of results is what the files in docs/results give now."""
+
+    printed = run("update_readme_results.py", "--check")
+
+    assert printed == ""
+
+
+def test_a_number_that_is_not_in_the_results_is_found():
+    """The check would see a table that somebody has edited, or results that were replaced."""
+
+    text = (ROOT / "README.md").read_text()
+    head, _, tail = text.partition("<!-- results: summary ")
+    edited = head + "<!-- results: summary " + tail.replace(" 1.", " 3.", 1)
+
+    assert edited != text
+    assert update_readme_results.update(edited) == text
+
+
+def test_plots(tmp_path):
+    """Each kind of record becomes a picture."""
+
+    pytest.importorskip("matplotlib", reason="plots need the extra `benchmark`")
+    folder = RESULTS[-1].parent
+    profile = tmp_path / "profile.jsonl"
+    parts = [
+        ("floor", "", "torch.add(x, y, out=z)", None),
+        ("case", "unpatched", "a whole call", None),
+        (
+            "case",
+            "unpatched",
+            "handle and launch function: sizes, strides",
+            "a whole call",
+        ),
+        ("case", "planned", "a whole call", None),
+        ("case", "planned", "launcher, with its arguments", "a whole call"),
+    ]
+    profile.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "benchmark": "profile_launch",
+                    "case": case,
+                    "way": way,
+                    "part": part,
+                    "within": within,
+                    "median": 2.0,
+                    "environment": {"gpu": "some GPU", "date": "some day"},
+                }
+            )
+            + "\n"
+            for case, way, part, within in parts
+        )
+    )
+    run(
+        "plot_results.py",
+        *(folder / name for name in ("gated_rms_norm.jsonl", "rope_pack.jsonl")),
+        profile,
+        "--output",
+        tmp_path,
+    )
+
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "gated_rms_norm-bandwidth.png",
+        "gated_rms_norm-ratio.png",
+        "launch-stages.png",
+        "rope_pack-ladder.png",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs NVIDIA's compiler")
+def test_the_cuda_scheme_is_compiled_as_described(tmp_path):
+    """16 bytes an access of a head, exchanges within half a warp, nothing spilled, no barrier."""
+
+    source = SCRIPTS / "cuda_scheme.cu"
+    ptx = tmp_path / "scheme.ptx"
+
+    for arguments in (["-ptx", "-o", ptx], ["-cubin", "-Xptxas=-v", "-o", "/dev/null"]):
+        compiled = subprocess.run(
+            ["nvcc", "-arch=sm_90", source, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+    text = ptx.read_text()
+
+    assert text.count("ld.global") == text.count("ld.global.v4")
+    assert text.count("st.global") == text.count("st.global.v4") == 5
+    assert text.count("shfl.sync.bfly") == 16
+    assert "bar.sync" not in text and ".local" not in text
+    assert "0 bytes spill stores, 0 bytes spill loads" in compiled.stderr
