@@ -1,0 +1,216 @@
+"""The gradients of `gated_rms_norm` by its kernels: for the interpreter and for a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+from ntops_ext import reference
+from ntops_ext.torch import gated_rms_norm
+from ntops_ext.torch._gated_rms_norm_backward import backward
+
+NAMES = ("input", "weight", "gate", "bias")
+
+MODES = {
+    "norm first": {},
+    "norm first, bias": {"bias": True},
+    "norm first, sigmoid, groups": {"activation": "sigmoid", "group_size": 16},
+    "gate first": {"norm_before_gate": False},
+    "gate first, groups, bias": {
+        "norm_before_gate": False,
+        "group_size": 32,
+        "bias": True,
+    },
+    "gate first, sigmoid": {"norm_before_gate": False, "activation": "sigmoid"},
+    "no gate": {"gate": False},
+    "no weight": {"weight": False},
+    "no weight, gate first, bias": {
+        "weight": False,
+        "norm_before_gate": False,
+        "bias": True,
+    },
+    "input alone": {"weight": False, "gate": False},
+    "offset": {"weight_offset": 1.0},
+    "width of no power of two": {"columns": 96, "group_size": 48},
+}
+
+
+def make(
+    device,
+    *,
+    rows=(5,),
+    columns=64,
+    dtypes=(torch.float32,) * 4,
+    weight=True,
+    gate=True,
+    bias=False,
+    seed=0,
+    **options,
+):
+    """An incoming gradient, the four tensors (None where absent), and the options of a call."""
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, dtype):
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    input_dtype, weight_dtype, gate_dtype, bias_dtype = dtypes
+    tensors = (
+        randn(*rows, columns, dtype=input_dtype),
+        randn(columns, dtype=weight_dtype) if weight else None,
+        randn(*rows, columns, dtype=gate_dtype) if gate else None,
+        randn(columns, dtype=bias_dtype) if bias else None,
+    )
+
+    return randn(*rows, columns, dtype=input_dtype), tensors, options
+
+
+def gradients(grad_output, tensors, options, needed=(True,) * 4):
+    """By autograd, through the public operator."""
+
+    leaves = [
+        None if tensor is None else tensor.detach().requires_grad_(need)
+        for tensor, need in zip(tensors, needed, strict=True)
+    ]
+    input, weight, gate, bias = leaves
+    output = gated_rms_norm(input, weight, gate, bias=bias, **options)
+    output.backward(grad_output)
+
+    return [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def assert_right(grad_output, tensors, options, actual):
+    input, weight, gate, bias = tensors
+    options = {**options, "bias": bias}
+    # Tensors of float64, so that nothing is rounded.
+    wide = [None if one is None else one.double() for one in (input, weight, gate)]
+    exact = reference.gated_rms_norm_backward(
+        grad_output.double(),
+        *wide,
+        **{**options, "bias": None if bias is None else bias.double()},
+        arithmetic_dtype=torch.float64,
+    )
+    errors = reference.gated_rms_norm_backward_errors(
+        grad_output.double(),
+        *wide,
+        **{**options, "bias": None if bias is None else bias.double()},
+    )
+
+    for name, tensor, gradient, expected, error in zip(
+        NAMES, tensors, actual, exact, errors, strict=True
+    ):
+        if tensor is None:
+            assert gradient is None
+
+            continue
+
+        assert gradient.dtype == tensor.dtype, name
+        assert gradient.shape == tensor.shape, name
+        assert gradient.is_contiguous(), name
+        unit = torch.finfo(tensor.dtype)
+        # One rounding of the result, which may be subnormal.
+        tolerance = (
+            error + expected.abs() * unit.eps / 2 + unit.smallest_normal * (unit.eps)
+        )
+        excess = ((gradient.double() - expected).abs() / tolerance).nan_to_num()
+        assert not gradient.isnan().any(), name
+        assert excess.numel() == 0 or excess.max() <= 1, (name, excess.max())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_right(device, mode):
+    """Each mode, against float64."""
+
+    call = make(device, **MODES[mode])
+    assert_right(*call, gradients(*call))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_gradients_are_right_in_16_bits(device, dtype, norm_before_gate):
+    call = make(
+        device,
+        dtypes=(dtype, torch.float32, dtype, dtype),
+        bias=True,
+        norm_before_gate=norm_before_gate,
+    )
+    assert_right(*call, gradients(*call))
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (2, 0), (2, 3), ()])
+def test_any_number_of_rows(device, rows):
+    """Without rows the gradients of the parameters are zeros."""
+
+    call = make(device, rows=rows, bias=True)
+    assert_right(*call, gradients(*call))
+
+
+def test_only_what_is_needed_is_computed(device):
+    """Every choice of the four gives the bits that all of them give."""
+
+    call = make(device, bias=True)
+    everything = gradients(*call)
+
+    for needed in itertools.product((True, False), repeat=4):
+        if not any(needed):
+            continue
+
+        for gradient, expected, need in zip(
+            gradients(*call, needed), everything, needed, strict=True
+        ):
+            assert (gradient is not None) == need
+            assert gradient is None or torch.equal(gradient, expected)
+
+
+def test_strides_do_not_change_a_rows_bits(device):
+    """Columns of wider tensors, transposed rows, an expanded gradient."""
+
+    grad_output, (input, weight, gate, _), _ = make(device, rows=(2, 3))
+    grad_output = grad_output[:1, :1].expand(2, 3, 64)
+    dense = (grad_output.contiguous(), (input, weight, gate, None), {})
+    wide = torch.zeros(2, 3, 192, device=device)
+    wide[..., 100:164] = gate
+    strided = (
+        grad_output,
+        (
+            input.transpose(0, 1).contiguous().transpose(0, 1),
+            torch.stack([weight, weight], 1)[:, 0],
+            wide[..., 100:164],
+            None,
+        ),
+        {},
+    )
+
+    actual = gradients(*strided)
+    assert_right(*strided, actual)
+    expected = gradients(*dense)
+    # What is added over rows is added in an order that depends on how rows can be merged.
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[2], expected[2])
+
+
+def test_a_rows_gradients_depend_on_the_row_alone(device):
+    """Of input and gate: the bits of a row are the same in a call of that row."""
+
+    grad_output, (input, weight, gate, _), options = make(device, rows=(7,))
+    whole = gradients(grad_output, (input, weight, gate, None), options)
+    alone = gradients(grad_output[4:5], (input[4:5], weight, gate[4:5], None), options)
+    assert torch.equal(whole[0][4:5], alone[0])
+    assert torch.equal(whole[2][4:5], alone[2])
+
+
+def test_second_derivatives_are_refused(device):
+    _, (input, weight, gate, _), _ = make(device)
+    output = gated_rms_norm(input.requires_grad_(), weight, gate)
+    (gradient,) = torch.autograd.grad(output.sum(), input, create_graph=True)
+
+    with pytest.raises(NotImplementedError, match="first gradients only"):
+        torch.autograd.grad(gradient.sum(), input)
+
+
+def test_a_gradient_of_another_shape_is_refused(device):
+    grad_output, tensors, _ = make(device)
+    options = (1e-5, None, True, "silu", 0.0)
+
+    with pytest.raises(ValueError, match="grad_output"):
+        backward(grad_output[:2], *tensors, *options, (True,) * 4)
