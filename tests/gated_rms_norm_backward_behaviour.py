@@ -1,7 +1,5 @@
 """The gradients of `gated_rms_norm` by its kernels: for the interpreter and for a GPU."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -74,9 +72,15 @@ def gradients(grad_output, tensors, options, needed=(True,) * 4):
     ]
     input, weight, gate, bias = leaves
     output = gated_rms_norm(input, weight, gate, bias=bias, **options)
-    output.backward(grad_output)
+    asked = [
+        index
+        for index, leaf in enumerate(leaves)
+        if leaf is not None and leaf.requires_grad
+    ]
+    found = torch.autograd.grad(output, [leaves[index] for index in asked], grad_output)
+    found = dict(zip(asked, found, strict=True))
 
-    return [None if leaf is None else leaf.grad for leaf in leaves]
+    return [found.get(index) for index in range(4)]
 
 
 def assert_right(grad_output, tensors, options, actual):
@@ -109,12 +113,16 @@ def assert_right(grad_output, tensors, options, actual):
         assert gradient.is_contiguous(), name
         unit = torch.finfo(tensor.dtype)
         # One rounding of the result, which may be subnormal.
-        tolerance = (
-            error + expected.abs() * unit.eps / 2 + unit.smallest_normal * (unit.eps)
-        )
+        # Triton's interpreter truncates on the way to bfloat16.
+        rounding = unit.eps if _truncates(tensor) else unit.eps / 2
+        tolerance = error + expected.abs() * rounding + unit.smallest_normal * unit.eps
         excess = ((gradient.double() - expected).abs() / tolerance).nan_to_num()
         assert not gradient.isnan().any(), name
         assert excess.numel() == 0 or excess.max() <= 1, (name, excess.max())
+
+
+def _truncates(tensor):
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -146,14 +154,13 @@ def test_any_number_of_rows(device, rows):
 
 
 def test_only_what_is_needed_is_computed(device):
-    """Every choice of the four gives the bits that all of them give."""
+    """Each alone, and the two of rows, have the bits that they have when all are asked for."""
 
     call = make(device, bias=True)
     everything = gradients(*call)
 
-    for needed in itertools.product((True, False), repeat=4):
-        if not any(needed):
-            continue
+    for asked in ("input", "weight", "gate", "bias", "input gate"):
+        needed = [name in asked for name in NAMES]
 
         for gradient, expected, need in zip(
             gradients(*call, needed), everything, needed, strict=True
