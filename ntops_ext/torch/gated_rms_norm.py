@@ -58,7 +58,12 @@ def gated_rms_norm(
     :return: `out`, or a new contiguous tensor of the shape and dtype of `input`.
     :raises TypeError: If an argument is of a wrong kind or dtype.
     :raises ValueError: If a shape, device, overlap or value is wrong.
-    :raises NotImplementedError: If gradients are asked for and the kernel would run.
+    :raises NotImplementedError: If the kernel would run on tensors with tangents (forward
+        mode), or second derivatives are asked for.
+
+    Gradients for input, weight, gate and bias are kernels, too: without atomics, in float32,
+    rounded once. Those of input and gate depend on their row alone; those of weight and bias
+    are added over rows in an order that layouts and shapes fix.
 
     Nothing is written when an error is raised.
 
