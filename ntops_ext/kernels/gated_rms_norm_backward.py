@@ -345,7 +345,7 @@ def gated_rms_norm_statistics_application(
     product_total = _sum_of_columns(products)
     scale = _inverse_root(
         ntl.fma(square_total, inverse_group_size, eps),
-        value_loaded.dtype == ntl.float32,
+        input.dtype.dtype == ntl.float32,
     )
     mean_product = product_total * scale * inverse_group_size
     scales = scale  # noqa: F841

@@ -1,0 +1,41 @@
+"""The gradients of `gated_rms_norm`, compiled for a GPU that is not there."""
+
+import pytest
+import torch
+
+from ninetoothed_patches import host_driver
+from ntops_ext.torch import _gated_rms_norm_backward, _launch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("columns", [128, 1280, 20000])
+def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
+    """Groups of one program and of several pieces: the interpreter runs what a compiler refuses."""
+
+    binaries = []
+
+    def launch(handle, device, *arguments):
+        binaries.append(
+            host_driver.compile_call(handle, *arguments, target="sm_90").asm["ptx"]
+        )
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
+    input, gate, grad_output = torch.zeros(3, 3, columns, dtype=dtype)
+    weight, bias = torch.zeros(2, columns, dtype=dtype)
+    _gated_rms_norm_backward.backward(
+        grad_output,
+        input,
+        weight,
+        gate,
+        bias,
+        1e-5,
+        None,
+        norm_before_gate,
+        "silu",
+        0.0,
+        (True,) * 4,
+    )
+    assert binaries
+    assert all(".target sm_90" in binary for binary in binaries)
