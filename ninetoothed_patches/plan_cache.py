@@ -28,7 +28,7 @@ from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
 RECENT_PLANS = 4
 
 # How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
-# it costs most of an ordinary call again, and there are workloads in which nothing comes twice.
+# it costs about an ordinary call again, and there are workloads in which nothing comes twice.
 UNUSED_PLANS = 16
 
 # How many calls that came once are remembered, beside those that have plans.
@@ -190,9 +190,8 @@ class PlanCache:
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
-        # How many of the last plans were never used; whether that is too many; then, the outlines of calls so far.
+        # How many of the last plans were never used, and, where that is too many, the outlines of calls so far.
         self._unused = 0
-        self.is_sparing = False
         self._seen = set()
         self._forms = weakref.WeakKeyDictionary()
         self._plannable_kinds = set()
@@ -209,7 +208,6 @@ class PlanCache:
             self._queue.clear()
             self._seen.clear()
             self._unused = 0
-            self.is_sparing = False
             self.recent = ()
 
     def after_fork_in_child(self):
@@ -339,7 +337,13 @@ class PlanCache:
             else self._reader.unplannable(arguments) or "unreadable call"
         )
 
-        return self._ordinary(self._launch, arguments)
+        return self.ordinary(arguments)
+
+    @property
+    def is_sparing(self):
+        """Whether a call has to come twice before it gets a plan."""
+
+        return self._unused > UNUSED_PLANS
 
     def ordinary(self, arguments):
         """A call that gets no plan."""
@@ -364,7 +368,10 @@ class PlanCache:
         return True
 
     def _see_plans_only(self):
-        self._seen = {hash(self._reader.outline_of(call)) for *_, call in self._plans}
+        self._seen = set(map(self._outline_hash, self._plans.values()))
+
+    def _outline_hash(self, plan):
+        return hash(self._reader.outline_of(plan.key[-1]))
 
     def call(self, key, arguments, addresses):
         """A call that no recent plan fits."""
@@ -397,7 +404,7 @@ class PlanCache:
         if reason is not None:
             self._count_bypass(reason)
 
-            return self._ordinary(self._launch, arguments)
+            return self.ordinary(arguments)
 
         if plan is None:
             return self._prepare(key, arguments, addresses, made)
@@ -566,17 +573,17 @@ class PlanCache:
 
             self._clock_looks += 1
             self._made += 1
-            self._unused += 1
-
-            if self.is_sparing:
-                self._seen.add(hash(self._reader.outline_of(plan.key[-1])))
-            elif self._unused > UNUSED_PLANS:
-                self._see_plans_only()
-                self.is_sparing = True
-
             plan.stamp = next(self._clock)
             self._plans[plan.key] = plan
             heapq.heappush(self._queue, (plan.stamp, plan))
+
+            if self.is_sparing:
+                self._seen.add(self._outline_hash(plan))
+
+            self._unused += 1
+
+            if self._unused == UNUSED_PLANS + 1:
+                self._see_plans_only()
 
     def _evict(self):
         """Drop the least recently used plan. Stamps in the queue lag behind, and are brought up to date here."""
@@ -627,7 +634,6 @@ class PlanCache:
         """
 
         self._unused = 0
-        self.is_sparing = False
         bound, grid, compiled = plan.launched
         form = self._forms.get(compiled)
 

@@ -128,6 +128,15 @@ def test_a_call_that_has_a_plan_is_never_new(driver, monkeypatch):
     assert pair.counts == (2, 100, 0)
 
 
+def test_the_last_plan_made_for_nothing_is_used(driver):
+    """The plan that makes the cache sparing is one of those that it has."""
+
+    pair = Pair("scale", driver)
+    call_once(pair, range(1, UNUSED_PLANS + 2))
+    call_once(pair, [UNUSED_PLANS + 1])
+    assert pair.counts == (1, UNUSED_PLANS + 1, 0)
+
+
 def test_a_scalar_that_changes_every_time_gets_no_plans(driver):
     """A seed, say: the tensors come back, the call does not."""
 
