@@ -253,6 +253,17 @@ def test_calls_in_random_order_launch_the_same(driver, monkeypatch):
         assert 0 < len(module._prepared_calls.recent) <= 4
 
 
+@pytest.mark.parametrize("case", ["norm", "rope", "pack"])
+def test_a_whole_number_for_eps_is_prepared_for(driver, case):
+    """It is compared as it was given, not as the float that the kernel takes."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+
+    with torch.no_grad():
+        warm(name, arguments, keywords | {"eps": 1})
+
+
 # What differs from `norm_out()` in one thing, and must not be taken for it.
 def _other_strides(arguments, keywords):
     input, weight, gate = arguments

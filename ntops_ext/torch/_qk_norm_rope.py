@@ -140,8 +140,6 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
     :param whole_call: The operator's arguments, if a call is to be prepared from them.
     """
 
-    whole_call = (input, weight, rope, eps, out)
-
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)
 

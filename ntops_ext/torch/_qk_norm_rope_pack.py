@@ -80,6 +80,7 @@ def qk_norm_rope_pack_(
 
     tensors = (q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix)
     arguments = (*tensors, k_src, v_src)
+    whole_call = (*arguments, eps)
 
     if k_src is not None:
         tensors += (k_src,)
@@ -90,7 +91,7 @@ def qk_norm_rope_pack_(
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
 
     for prepared_call in layout.prepared.calls:
-        result = prepared_call(*arguments, eps)
+        result = prepared_call(*whole_call)
 
         if result is not None:
             _prepared_calls.use(prepared_call)
@@ -139,9 +140,7 @@ def qk_norm_rope_pack_(
         _layouts.mark_as_written(*map(named.get, written))
 
         if len(launches) == 1 and part.weights_fit and layout.prepared.is_due():
-            _prepare(
-                layout, (*arguments, eps), part, launches[0], prefixes_are_kept, written
-            )
+            _prepare(layout, whole_call, part, launches[0], prefixes_are_kept, written)
 
     return q, k_out, v_out
 
