@@ -93,13 +93,10 @@ def compute(
     layout = _layouts_of_calls.get(mode, tensors, arguments, *options)
     whole_call = (input, weight, gate, bias, *options, out)
 
-    for prepared_call in layout.prepared.calls:
-        result = prepared_call(*whole_call)
+    result = _prepared_calls.repeat(layout.prepared, whole_call)
 
-        if result is not None:
-            _prepared_calls.use(prepared_call)
-
-            return result
+    if result is not None:
+        return result
 
     if any(map(torch.Tensor.is_neg, tensors)):
         for name, tensor in zip(_NAMES, arguments, strict=True):
@@ -180,7 +177,7 @@ def compute(
         if out is not None:
             _layouts.mark_as_written(out)
 
-        if len(launches) == 1 and layout.prepared.is_due():
+        if len(launches) == 1:
             _prepare(layout, whole_call, *launches[0], result)
 
     return result
@@ -198,7 +195,8 @@ def no_gradients_into_out():
 def _prepare(layout, whole_call, handle, launched, result):
     out = whole_call[-1]
     names = ("input", "gate", "weight", "bias", "out")
-    prepared_call = _prepared_calls.prepare(
+    _prepared_calls.prepare(
+        layout.prepared,
         whole_call,
         handle,
         launched,
@@ -211,10 +209,6 @@ def _prepare(layout, whole_call, handle, launched, result):
         allocated=("out", result) if out is None else None,
         written=() if out is None else ("out",),
     )
-
-    if prepared_call is not None:
-        layout.prepared.add(prepared_call)
-        _prepared_calls.use(prepared_call)
 
 
 def _check_layout(

@@ -2,7 +2,7 @@
 
 What an operator finds out about a call (its layout, its overlaps, its views, its handle, its handle's plan) is the same
 for the next call of the same layouts and options. `PreparedCalls` writes out, as one function a kind of call, what is left
-to be done then: compare, allocate, launch. On an H200's host that takes a third of the whole way.
+to be done then: compare, allocate, launch. docs/results/README.md has what that costs.
 """
 
 import functools
@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 import ninetoothed_patches
 from ninetoothed_patches.call_key import tensor_guard
 
-# How many kinds of calls an operator compares a call with before it goes the whole way. A comparison that fails costs
-# about a thirtieth of that way.
+# How many kinds of calls an operator compares a call with before it goes the whole way.
 _MAX_RECENT = 4
 
 _SOURCE = """\
@@ -85,11 +84,29 @@ class PreparedCalls:
         others = [other for other in self.recent if other is not call]
         self.recent = (call, *others[: _MAX_RECENT - 1])
 
+    def repeat(self, prepared, arguments):
+        """The result of a call, or None if it is like none that was prepared for its layout.
+
+        :param prepared: The `OfLayout` of the call's layout.
+        :param arguments: The operator's arguments, by position.
+        """
+
+        for call in prepared.calls:
+            result = call(*arguments)
+
+            if result is not None:
+                self.use(call)
+
+                return result
+
+        return None
+
     def clear(self):
         self.recent = ()
 
     def prepare(
         self,
+        prepared,
         arguments,
         handle,
         handle_arguments,
@@ -100,9 +117,10 @@ class PreparedCalls:
         allocated=None,
         written=(),
     ):
-        """A function like those of `recent`, or None if such calls cannot be prepared.
+        """Prepare for calls like one that went the whole way, if that is worth it and can be done.
 
-        :param arguments: The arguments of a call that was computed, by position.
+        :param prepared: The `OfLayout` of the call's layout.
+        :param arguments: The arguments of the call, by position.
         :param handle: The handle that was called for it, once.
         :param handle_arguments: What it was called with.
         :param addressed: For each tensor of `handle_arguments` the name of the parameter in whose memory it lies.
@@ -113,10 +131,13 @@ class PreparedCalls:
         :param written: The names of the parameters that were given and are written.
         """
 
+        if not prepared.is_due():
+            return
+
         repeat = ninetoothed_patches.repeater(handle, *handle_arguments)
 
         if repeat is None:
-            return None
+            return
 
         named = dict(zip(self._parameters, arguments, strict=True))
         tensors = {
@@ -127,7 +148,7 @@ class PreparedCalls:
         fits = tensor_guard(list(tensors.values()))
 
         if fits is None:
-            return None
+            return
 
         names = {
             "__repeat": repeat,
@@ -206,8 +227,8 @@ class PreparedCalls:
             result=self._result,
         )
         exec(_compiled(source), names)
-
-        return names["call"]
+        prepared.add(names["call"])
+        self.use(names["call"])
 
 
 def _address_in(tensor, address, view):
@@ -229,8 +250,8 @@ def _compiled(source):
 def _allocation_like(tensor):
     """A function that allocates a tensor of the shape, strides, dtype and device of `tensor`.
 
-    PyTorch's generated code allocates by the first of these, which reads no keywords: 0.5 us instead of 1.3. It allocates
-    on the current device, where `repeat` launches or not at all. It is no public interface.
+    PyTorch's generated code allocates by the first of these, which reads no keywords. It allocates on the current device,
+    where `repeat` launches or not at all. It is no public interface.
     """
 
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

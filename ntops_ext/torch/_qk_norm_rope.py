@@ -55,13 +55,10 @@ def qk_norm_rope(input, weight, rope, eps, out):
     tensors = arguments[:3] if out is None else arguments
     layout = layouts.get(out is None, tensors, arguments)
 
-    for prepared_call in layout.prepared.calls:
-        result = prepared_call(*whole_call)
+    result = _prepared_calls.repeat(layout.prepared, whole_call)
 
-        if result is not None:
-            _prepared_calls.use(prepared_call)
-
-            return result
+    if result is not None:
+        return result
 
     eps = _checks.check_eps(eps)
 
@@ -167,12 +164,7 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
         if out is not None:
             _layouts.mark_as_written(out)
 
-        if (
-            whole_call is not None
-            and len(launches) == 1
-            and layout.weights_fit
-            and layout.prepared.is_due()
-        ):
+        if whole_call is not None and len(launches) == 1 and layout.weights_fit:
             _prepare(layout, whole_call, handle, launches[0])
 
     return output
@@ -180,7 +172,8 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
 
 def _prepare(layout, whole_call, handle, launched):
     out = whole_call[-1]
-    prepared_call = _prepared_calls.prepare(
+    _prepared_calls.prepare(
+        layout.prepared,
         whole_call,
         handle,
         launched,
@@ -189,10 +182,6 @@ def _prepare(layout, whole_call, handle, launched):
         allocated=("out", launched[1]) if out is None else None,
         written=() if out is None else ("out",),
     )
-
-    if prepared_call is not None:
-        layout.prepared.add(prepared_call)
-        _prepared_calls.use(prepared_call)
 
 
 def _check_layout(input, weight, rope, out):

@@ -90,13 +90,10 @@ def qk_norm_rope_pack_(
 
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
 
-    for prepared_call in layout.prepared.calls:
-        result = prepared_call(*whole_call)
+    result = _prepared_calls.repeat(layout.prepared, whole_call)
 
-        if result is not None:
-            _prepared_calls.use(prepared_call)
-
-            return result
+    if result is not None:
+        return result
 
     eps = _checks.check_eps(eps)
 
@@ -139,8 +136,19 @@ def qk_norm_rope_pack_(
         named = dict(zip(_NAMES, arguments, strict=True))
         _layouts.mark_as_written(*map(named.get, written))
 
-        if len(launches) == 1 and part.weights_fit and layout.prepared.is_due():
-            _prepare(layout, whole_call, part, launches[0], prefixes_are_kept, written)
+        if len(launches) == 1 and part.weights_fit:
+            _prepared_calls.prepare(
+                layout.prepared,
+                whole_call,
+                part.handles[0],
+                launches[0],
+                addressed=[
+                    name for name, tensor in named.items() if tensor is not None
+                ],
+                checked=layout.verdicts,
+                verdict=prefixes_are_kept,
+                written=written,
+            )
 
     return q, k_out, v_out
 
@@ -169,26 +177,6 @@ def _behind_prefix(
         v_prefix[:, :0],
         *sources,
     )
-
-
-def _prepare(layout, whole_call, part, launched, prefixes_are_kept, written):
-    prepared_call = _prepared_calls.prepare(
-        whole_call,
-        part.handles[0],
-        launched,
-        addressed=[
-            name
-            for name, argument in zip(_NAMES, whole_call, strict=False)
-            if argument is not None
-        ],
-        checked=layout.verdicts,
-        verdict=prefixes_are_kept,
-        written=written,
-    )
-
-    if prepared_call is not None:
-        layout.prepared.add(prepared_call)
-        _prepared_calls.use(prepared_call)
 
 
 def _check_writable(*written):
