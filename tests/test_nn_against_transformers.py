@@ -5,6 +5,7 @@ place that its roundings cost, and its bits are not asked for.
 """
 
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ pytest.importorskip(
 # weight of that dtype and with one in float32.
 MODULES = {
     "mamba2.MambaRMSNormGated": (
-        {"eps": 1e-6},
-        {"eps": 1e-6, "norm_before_gate": False},
+        {"group_size": 32, "eps": 1e-6},
+        {"group_size": 32, "eps": 1e-6, "norm_before_gate": False},
         (1, 1),
     ),
     "zamba2.Zamba2RMSNormGated": (
@@ -59,7 +60,16 @@ def pair(request):
     except ModuleNotFoundError:
         pytest.skip(f"this transformers has no {model}")
 
-    theirs = getattr(module, name)(WIDTH, **theirs_arguments)
+    norm = getattr(module, name)
+
+    if not theirs_arguments.keys() <= inspect.signature(norm).parameters.keys():
+        # Mamba-2's had no groups in transformers 5.17, and must have them in 5.24.
+        theirs_arguments, ours_arguments = (
+            {name: value for name, value in arguments.items() if name != "group_size"}
+            for arguments in (theirs_arguments, ours_arguments)
+        )
+
+    theirs = norm(WIDTH, **theirs_arguments)
 
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
