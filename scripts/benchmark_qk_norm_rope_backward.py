@@ -18,7 +18,7 @@ import sys
 
 import torch
 from environment import describe_environment, print_environment
-from timing import cold_device_time, host_time
+from timing import capture_stream, cold_device_time, host_time
 from tqdm import tqdm
 
 from ntops_ext import configs, reference
@@ -226,8 +226,14 @@ def _compiled_backward(arguments):
     grad_output, input, weight, rope = arguments
     input = input.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
-    # As the other, on the stream that is current; a graph captures it once made.
-    output = torch.compile(reference.qk_norm_rope, dynamic=False)(input, weight, rope)
+    compiled = torch.compile(reference.qk_norm_rope, dynamic=False)
+    stream = capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    with torch.cuda.stream(stream):
+        output = compiled(input, weight, rope)
+
+    torch.cuda.current_stream().wait_stream(stream)
 
     return lambda: torch.autograd.grad(
         output, (input, weight), grad_output, retain_graph=True

@@ -5,6 +5,7 @@ On a CPU nothing here says anything about a kernel: each call is timed once by t
 so that a script runs to its end there, and `NOT_MEANINGFUL` is printed above its table.
 """
 
+import functools
 import statistics
 import time
 
@@ -173,8 +174,19 @@ def _once(functions):
     return samples
 
 
+@functools.cache
+def capture_stream():
+    """The stream on which functions are captured.
+
+    A function that differentiates what was computed before has to have computed it there:
+    autograd goes back on the stream of the way forth.
+    """
+
+    return torch.cuda.Stream()
+
+
 def _capture(function, launches):
-    stream = torch.cuda.Stream()
+    stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
 
     with torch.cuda.stream(stream):
@@ -184,7 +196,7 @@ def _capture(function, launches):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
 
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(launches):
             function()
 
