@@ -207,30 +207,29 @@ def _make_handles(layout, input, of_input, of_weight):
     kernels = import_kernels()
     config = layout.config
     num_heads, head_dim = input.shape[2:]
-    layout.handles.append(
+    handles = [
         make_handle(
             kernels.qk_norm_rope_backward.premake,
-            num_warps=config.num_warps,
             num_heads=num_heads,
             head_dim=head_dim,
-            tokens_per_program=config.tokens_per_program,
-            heads_per_program=config.heads_per_program,
             of_input=of_input,
             of_weight=of_weight,
+            **dataclasses.asdict(config),
         )
-    )
+    ]
 
     if of_weight:
         sum_config = configs.sum_of_rows_config(_num_partial_sums(layout), head_dim)
-        layout.handles.append(
+        handles.append(
             make_handle(
                 kernels.sum_of_rows.premake,
-                num_warps=sum_config.num_warps,
                 num_columns=head_dim,
-                rows_per_step=sum_config.rows_per_step,
-                columns_per_program=sum_config.columns_per_program,
+                **dataclasses.asdict(sum_config),
             )
         )
+
+    # At once: another thread may be here, too.
+    layout.handles[:] = handles
 
 
 def _num_partial_sums(layout):

@@ -7,6 +7,8 @@ from qk_norm_rope_backward_behaviour import *  # noqa: F403
 from qk_norm_rope_backward_behaviour import backward, make_arguments
 from rope_inputs import assert_equal_bits
 
+from ntops_ext.torch import _qk_norm_rope_backward
+
 
 @pytest.fixture(scope="module")
 def device():
@@ -36,3 +38,23 @@ def test_strides_past_32_bits():
 
     assert_equal_bits(backward((grad_output, far_input, far_weight, rope)), expected)
     assert_equal_bits(backward((far_heads, input, weight, rope)), expected)
+
+
+def test_another_thread_sees_all_handles_or_none(monkeypatch):
+    """Where a thread makes them, another that finds some would take them for all."""
+
+    make_handle = _qk_norm_rope_backward.make_handle
+    seen = []
+
+    def watch(*args, **keywords):
+        seen.extend(
+            len(layout.handles)
+            for layout in _qk_norm_rope_backward.layouts._kept.values()
+        )
+
+        return make_handle(*args, **keywords)
+
+    monkeypatch.setattr(_qk_norm_rope_backward, "make_handle", watch)
+    _qk_norm_rope_backward.layouts.clear()
+    backward(make_arguments("cpu"))
+    assert seen == [0, 0]
