@@ -171,9 +171,6 @@ def gated_rms_norm_backward_config(group_size, groups_per_row):
 # Of the kernel that finds the statistics of a group that is taken piece by piece.
 STATISTICS_COLUMNS_PER_PIECE, STATISTICS_NUM_WARPS = 8192, 16
 
-# Of the kernel that adds partial sums. 16 columns of float32 are 64 bytes in a row.
-SUM_ROWS_PER_STEP, SUM_COLUMNS_PER_PROGRAM, SUM_NUM_WARPS = 256, 16, 8
-
 
 def row_tile(rows_per_program, row_sizes):
     """The rows of a program along each row dimension, powers of two.
@@ -337,6 +334,13 @@ def sum_of_rows_config(num_rows, num_columns):
         columns_per_program=min(next_power_of_2(num_columns), 8),
         num_warps=8,
     )
+
+
+# Of the sum of `gated_rms_norm_backward`'s partial sums, which has many columns: 16 of them
+# are 64 bytes in a row. No size changes it, nor the order of additions with it.
+GATED_RMS_NORM_SUM_CONFIG = SumOfRowsConfig(
+    rows_per_step=256, columns_per_program=16, num_warps=8
+)
 
 
 def next_power_of_2(value):

@@ -16,6 +16,15 @@ from ninetoothed import Tensor
 NO_GATE, SILU, SIGMOID = range(3)
 
 
+def activation_code(activation):
+    """What a kernel is given for the activation of that name, or for None: no gate."""
+
+    if activation is None:
+        return NO_GATE
+
+    return SIGMOID if activation == "sigmoid" else SILU
+
+
 def arrangement(*tensors, row_tile, group_size, columns_per_piece):
     """One program takes one group of a block of rows.
 

@@ -12,7 +12,7 @@ the incoming gradient (times `act(gate)` where it comes last), over each group o
 
 A program takes one group of a run of rows, some rows at a time, while those of the next
 steps are on their way to shared memory. It keeps its sums over rows in registers and writes
-them, once, as one row of a workspace of partial sums, which a second kernel adds. Of a group
+them, once, as one row of a workspace of partial sums, which `sum_of_rows` adds. Of a group
 too wide to be held, a kernel finds the two means, and then programs take pieces of it.
 
 As in the forward kernel, all arithmetic is in float32 and no order of additions is left to a
@@ -116,15 +116,6 @@ def statistics_arrangement(*tensors, num_row_dims, group_size, columns_per_piece
         arrange_statistics(one) if one.source.name in _STATISTICS else next(arranged)
         for one in tensors
     )
-
-
-def sum_arrangement(partials, output, *, rows_per_step, columns_per_program):
-    """One program takes some columns of all rows, some rows at a time."""
-
-    arranged = partials.tile((rows_per_step, columns_per_program)).tile((-1, 1))
-    arranged.dtype = arranged.dtype.squeeze(1)
-
-    return arranged, output.tile((columns_per_program,)).unsqueeze(0)
 
 
 def _sigmoid(sigmoid_argument, is_precise):
@@ -352,17 +343,6 @@ def gated_rms_norm_statistics_application(
     mean_products = mean_product  # noqa: F841
 
 
-def sum_of_partials_application(partials, output):
-    first_tile = partials[0]
-    column_sum = ntl.zeros(first_tile.shape, ntl.float32)
-
-    for step in range(partials.shape[0]):
-        column_sum = column_sum + partials[step]
-
-    total = _sum_of_rows(column_sum)
-    output = ntl.reshape(total, (total.shape[1],))  # noqa: F841
-
-
 def _scalar(name):
     return Tensor(0, dtype=ninetoothed.float64, name=name)
 
@@ -500,22 +480,3 @@ def premake_statistics(
     )
 
     return arrangement_, gated_rms_norm_statistics_application, tensors
-
-
-def premake_sum(num_columns, *, rows_per_step, columns_per_program):
-    """The sum of the rows of `partials`, float32, in a fixed order, rounded once.
-
-    The handle takes `partials` `(row_blocks, N)` and `output` `(N,)`.
-    """
-
-    arrangement_ = functools.partial(
-        sum_arrangement,
-        rows_per_step=rows_per_step,
-        columns_per_program=columns_per_program,
-    )
-    tensors = (
-        Tensor(shape=(None, num_columns), name="partials", other=0),
-        Tensor(shape=(num_columns,), name="output"),
-    )
-
-    return arrangement_, sum_of_partials_application, tensors

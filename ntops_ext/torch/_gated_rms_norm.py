@@ -408,11 +408,6 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
             for views in layout.parts
         ]
 
-    if gate is None:
-        activation_code = kernel.NO_GATE
-    else:
-        activation_code = kernel.SIGMOID if activation == "sigmoid" else kernel.SILU
-
     return [
         (
             handle,
@@ -426,7 +421,7 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
                 1.0 / layout.group_size,
                 layout.eps,
                 layout.weight_offset,
-                activation_code,
+                kernel.activation_code(None if gate is None else activation),
                 int(norm_before_gate),
             ),
         )

@@ -125,7 +125,10 @@ def backward(
     is_present = tuple(tensor is not None for tensor in arguments)
     mode = (*options, *map(type, options), *is_present)
     layout = _layouts_of_calls.get(mode, tensors, arguments, *options)
-    needs = tuple(map(_both, needs_input_grad, is_present[1:]))
+    needs = tuple(
+        is_needed and tensor is not None
+        for is_needed, tensor in zip(needs_input_grad, arguments[1:], strict=True)
+    )
 
     if not _launch.runs_kernel(input):
         gradients = reference.gated_rms_norm_backward(
@@ -167,10 +170,6 @@ def backward(
         _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradients)
 
     return gradients
-
-
-def _both(first, second):
-    return first and second
 
 
 def _check_layout(
@@ -274,20 +273,15 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
     grad_output, input, weight, gate, bias = arguments
     kernels = import_kernels()
 
-    if gate is None:
-        activation_code = kernels.gated_rms_norm.NO_GATE
-    elif activation == "sigmoid":
-        activation_code = kernels.gated_rms_norm.SIGMOID
-    else:
-        activation_code = kernels.gated_rms_norm.SILU
-
     if not layout.handles:
         # At once: another thread may be here, too.
-        layout.handles[:] = [
-            _make_handles(kernels.gated_rms_norm_backward, layout, arguments)
-        ]
+        layout.handles[:] = [_make_handles(kernels, layout, arguments)]
 
     ((handles_of_parts, sum_handle),) = layout.handles
+    modes = (
+        kernels.gated_rms_norm.activation_code(None if gate is None else activation),
+        int(norm_before_gate),
+    )
     num_columns = input.shape[-1]
     # What is not needed is not written, and is of no size.
     weight_partials, bias_partials = (
@@ -308,7 +302,7 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
             handle,
             statistics_handle,
             arguments,
-            (activation_code, int(norm_before_gate)),
+            modes,
             needs,
             gradients,
             weight_partials,
@@ -320,7 +314,7 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
         (bias_partials, gradients[3]),
     ):
         if gradient is not None:
-            _launch.launch(sum_handle, input.device, partials, gradient)
+            _launch.launch(sum_handle, input.device, gradient, partials)
 
 
 def _run_part(
@@ -415,9 +409,9 @@ def _num_columns_held(layout):
     return configs.next_power_of_2(layout.group_size)
 
 
-def _make_handles(kernel, layout, arguments):
+def _make_handles(kernels, layout, arguments):
     _, input, weight, gate, bias = arguments
-    config = layout.config
+    kernel, config = kernels.gated_rms_norm_backward, layout.config
     num_columns = input.shape[-1]
     is_by_pieces = config.columns_per_piece is not None
     present = {"gate": gate is not None, "weight": weight is not None}
@@ -451,11 +445,9 @@ def _make_handles(kernel, layout, arguments):
         handles.append((handle, statistics_handle))
 
     sum_handle = make_handle(
-        kernel.premake_sum,
-        num_warps=configs.SUM_NUM_WARPS,
+        kernels.sum_of_rows.premake,
         num_columns=num_columns,
-        rows_per_step=configs.SUM_ROWS_PER_STEP,
-        columns_per_program=configs.SUM_COLUMNS_PER_PROGRAM,
+        **dataclasses.asdict(configs.GATED_RMS_NORM_SUM_CONFIG),
     )
 
     return handles, sum_handle
