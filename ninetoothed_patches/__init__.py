@@ -127,8 +127,7 @@ def planned(handle, *, max_plans=None):
 def repeater(handle, *arguments):
     """A function that launches what `handle(*arguments)` launches, with other addresses.
 
-    For callers that know themselves that a call is like an earlier one: they save reading it again, which costs as much
-    as the launch. The function takes the address of each tensor of `arguments`, in their order, as an integer. It returns
+    For callers that know themselves that a call is like an earlier one: they save reading it again. The function takes the address of each tensor of `arguments`, in their order, as an integer. It returns
     True if it has launched, on the current stream, and False if nothing was launched because the plan of that call does
     not hold: it was dropped, the alignment of an address differs, another device is current, a launch hook is installed,
     or Triton's state has changed. Then call the handle. It holds no tensor.

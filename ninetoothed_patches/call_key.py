@@ -58,7 +58,7 @@ class CallReader:
 
     `addresses`, `key` and `outline` are source text in terms of the parameters, for the handle's entry; names of ours in it
     start with two underscores. The key's first item, `kinds`, is what decides whether a call can be planned at all: types and
-    devices. The outline, shapes and scalars alone, costs a third of the key.
+    devices. The outline is its shapes and scalars alone, for a look that must cost less than a key.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """
