@@ -1,10 +1,12 @@
 """ntops with launch plans for all its kernels: its own tests, and the host time of ten of its operators. Needs a GPU.
 
     python scripts/run_ntops_with_plans.py times NTOPS_FOLDER [--output FILE.jsonl]
-    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--jobs N] [--gpus N] [-- PYTEST_ARGUMENT...]
+    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--files FILE...] [--parts N] [--jobs N] [--gpus N]
+        [--timeout SECONDS] [-- PYTEST_ARGUMENT...]
 
 NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs each file of its suite twice, unpatched and patched,
-and compares the outcome of each test.
+and compares the outcome of each test. `--parts` deals the tests of a file out to so many processes: a few files tune for many
+minutes.
 """
 
 import argparse
@@ -24,12 +26,18 @@ import sys
 import pytest
 import ninetoothed_patches
 
-way, *arguments = sys.argv[1:]
+way, part, parts, *arguments = sys.argv[1:]
+
+
+class OnePart:
+    def pytest_collection_modifyitems(self, config, items):
+        items[:] = items[int(part) :: int(parts)]
+
 
 if way == "patched":
     assert ninetoothed_patches.apply()
 
-status = pytest.main(arguments)
+status = pytest.main(arguments, plugins=[OnePart()])
 info = ninetoothed_patches.cache_info()
 print(f"hits {info.hits}, misses {info.misses}, bypasses {info.bypasses}, handles {len(info.handles)}")
 sys.exit(status)
@@ -37,14 +45,16 @@ sys.exit(status)
 
 
 def run_tests(folder, options):
-    """Run the suite both ways, file by file; the number of files of which some test has another outcome."""
+    """Run the suite both ways, part by part; the number of parts of which some test has another outcome."""
 
-    files = sorted((folder / "tests").glob("test_*.py"))
+    files = [folder / "tests" / name for name in options.files or ()]
+    files = files or sorted((folder / "tests").glob("test_*.py"))
+    parts = [(file, part) for file in files for part in range(options.parts)]
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         comparisons = [
-            pool.submit(compare_file, folder, file, number, options)
-            for number, file in enumerate(files)
+            pool.submit(compare_part, folder, *part, number, options)
+            for number, part in enumerate(parts)
         ]
         num_tests = num_differing = num_unfinished = 0
 
@@ -56,15 +66,15 @@ def run_tests(folder, options):
             num_unfinished += tests == 0
 
     print(
-        f"{len(files)} files, {num_tests} tests, {num_differing} with another outcome,"
-        f" {num_unfinished} files without a test that ran to its end"
+        f"{len(files)} files in {len(parts)} parts, {num_tests} tests, {num_differing} with another outcome,"
+        f" {num_unfinished} parts without a test that ran to its end"
     )
 
     return num_differing + num_unfinished
 
 
-def compare_file(folder, file, number, options):
-    """A line about one file, the number of its tests, and how many of them have another outcome when patched."""
+def compare_part(folder, file, part, number, options):
+    """A line about one part of a file, the number of its tests, and how many of them have another outcome when patched."""
 
     environment = {
         **os.environ,
@@ -80,8 +90,16 @@ def compare_file(folder, file, number, options):
 
         for way in ("unpatched", "patched"):
             report = pathlib.Path(home, f"{way}.xml")
-            command = [sys.executable, "-c", PROGRAM, way, str(file), "-q", "--tb=line"]
-            command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+            command = [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                way,
+                str(part),
+                str(options.parts),
+            ]
+            command += [str(file), "-q", "--tb=line", "-p", "no:cacheprovider"]
+            command += [f"--junitxml={report}"]
             outcomes[way] = {}
 
             try:
@@ -104,8 +122,13 @@ def compare_file(folder, file, number, options):
             if report.exists():
                 outcomes[way] = outcomes_of(report)
 
+    name = file.stem
+
+    if options.parts > 1:
+        name += f", part {part + 1} of {options.parts}"
+
     if not outcomes["unpatched"] or not outcomes["patched"]:
-        return f"{file.stem}: {last_lines}", 0, 0
+        return f"{name}: {last_lines}", 0, 0
 
     differing = {
         test: [outcomes[way].get(test) for way in outcomes]
@@ -113,7 +136,7 @@ def compare_file(folder, file, number, options):
         if outcomes["unpatched"].get(test) != outcomes["patched"].get(test)
     }
     kinds = collections.Counter(outcomes["patched"].values())
-    line = f"{file.stem}: {dict(kinds)}, {len(differing)} with another outcome; {last_lines['patched']}"
+    line = f"{name}: {dict(kinds)}, {len(differing)} with another outcome; {last_lines['patched']}"
 
     if differing:
         line += f" {differing}"
@@ -207,11 +230,13 @@ def main():
     parser.add_argument("what", choices=["times", "tests"])
     parser.add_argument("folder", type=pathlib.Path, help="a checkout of ntops")
     parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
-    parser.add_argument("--jobs", type=int, default=4, help="files at once")
+    parser.add_argument("--files", nargs="+", help="of NTOPS_FOLDER/tests; all of them")
+    parser.add_argument("--parts", type=int, default=1, help="processes a file")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at once")
     parser.add_argument(
         "--gpus", type=int, default=1, help="GPUs that files take turns on"
     )
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a file")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a process")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     folder = options.folder.resolve()
