@@ -504,7 +504,7 @@ def test_few_calls_are_kept(driver):
         layout.add(call)
 
     assert layout.calls == (8, 7, 6, 5)
-    calls = _prepared.PreparedCalls(("x",), "x")
+    calls = _prepared.PreparedCalls(("x",), "x", ())
 
     for call in (*range(9), 6):
         calls.use(call)

@@ -33,6 +33,7 @@ _prepared_calls = _prepared.PreparedCalls(
         "out",
     ),
     result="out",
+    optional=("weight", "gate", "bias", "out"),
 )
 
 
@@ -442,6 +443,7 @@ def _make_handle(kernel, group_size, view, weight, gate, bias):
         group_size=group_size,
         row_tile=configs.row_tile(config.rows_per_program, row_sizes),
         columns_per_piece=config.columns_per_piece,
+        holds_pieces=config.holds_pieces,
         parameters_first=config.parameters_first,
         gate=gate is not None,
         weight=weight is not None,

@@ -22,7 +22,7 @@ from ntops_ext.torch._launch import launch, runs_kernel
 _NAMES = ("input", "weight", "rope", "out")
 
 _prepared_calls = _prepared.PreparedCalls(
-    ("input", "weight", "rope", "eps", "out"), result="out"
+    ("input", "weight", "rope", "eps", "out"), result="out", optional=("out",)
 )
 
 

@@ -26,7 +26,9 @@ _NAMES = (
 
 _WRITTEN = ("q", "k_out", "v_out")
 
-_prepared_calls = _prepared.PreparedCalls((*_NAMES, "eps"), result="q, k_out, v_out")
+_prepared_calls = _prepared.PreparedCalls(
+    (*_NAMES, "eps"), result="q, k_out, v_out", optional=("k_src", "v_src")
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
