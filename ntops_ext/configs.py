@@ -14,12 +14,14 @@ class GatedRMSNormConfig:
     :param num_warps: The warps of a program.
     :param parameters_first: Whether weight and bias are read before the sum.
     :param columns_per_piece: How many columns of a group are read at once; `None` if all.
+    :param holds_pieces: Whether the pieces are held, and so read once.
     """
 
     rows_per_program: int
     num_warps: int
     parameters_first: bool = True
     columns_per_piece: int | None = None
+    holds_pieces: bool = False
 
 
 # A program that holds its columns holds at most this many: 32 a thread in 16 warps, of
@@ -27,6 +29,11 @@ class GatedRMSNormConfig:
 _MAX_HELD_LANES = 16384
 
 _COLUMNS_PER_PIECE = 8192
+
+_MAX_WARPS = 16
+
+# Fewer columns in a piece are too few for a warp, whose lanes take 4 of each piece.
+_MIN_HELD_PIECE = 128
 
 # Fewer groups than this leave most of a GPU idle: then a program's latency is what counts.
 _FEW_GROUPS = 1024
@@ -43,6 +50,17 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
     Each choice was the fastest, or within 5 % of it, of 1 to 32 rows and 1 to 32 warps on
     an H200, in bfloat16, for 50 to 800 MB (many groups) or 1 to 64 rows (few).
     """
+
+    piece = _held_piece(group_size)
+
+    # 5 pieces of 2048 leave 16 warps too few registers: 1.22 times `torch.add`, padded 1.05.
+    if piece is not None and group_size != 10240:
+        return GatedRMSNormConfig(
+            rows_per_program=1,
+            num_warps=min(piece // 128, _MAX_WARPS),
+            columns_per_piece=piece,
+            holds_pieces=True,
+        )
 
     # Columns are padded to this power of two.
     lanes = next_power_of_2(group_size)
@@ -116,7 +134,8 @@ class GatedRMSNormBackwardConfig:
     :param max_row_blocks: How many programs share the rows of one group, at most.
     :param pipeline_stages: Of how many steps the rows are on their way at once.
     :param holds_parameters: Whether weight and bias stay in registers.
-    :param columns_per_piece: How many columns of a group a program takes; `None` if all.
+    :param columns_per_program: How many columns of a group a program takes; `None` if all.
+    :param columns_per_piece: In pieces of how many columns it does; `None` if in one.
     """
 
     rows_per_step: int
@@ -124,6 +143,7 @@ class GatedRMSNormBackwardConfig:
     max_row_blocks: int
     pipeline_stages: int = 3
     holds_parameters: bool = True
+    columns_per_program: int | None = None
     columns_per_piece: int | None = None
 
 
@@ -131,41 +151,113 @@ class GatedRMSNormBackwardConfig:
 # more columns there is no room for their sums.
 _MAX_SUMMED_LANES = 8192
 
-_COLUMNS_PER_SUMMED_PIECE = 1024
+_COLUMNS_PER_PART = 1024
 
 # The multiprocessors of the GPU that these choices are for. Nothing asks the device for
 # its own: how rows are cut decides the bits of the gradients of weight and bias.
 _MULTIPROCESSORS = 132
+
+# More programs of a multiprocessor than that take the memory's bandwidth from one another.
+_WARPS_OF_BACKWARD = 16
 
 
 def gated_rms_norm_backward_config(group_size, groups_per_row):
     """The configuration for rows of `groups_per_row` groups of `group_size` columns.
 
     Nothing depends on the number of rows. `rows_per_step`, `max_row_blocks` and
-    `columns_per_piece` decide in which order rows are added up for the gradients of weight
-    and bias; no choice but `columns_per_piece`, which depends on the group size alone,
-    changes a bit of the others.
+    `columns_per_program` decide in which order rows are added up for the gradients of
+    weight and bias; no choice but the columns of a program and of a piece, which depend on
+    the group size alone, changes a bit of the others.
+
+    Each choice was the fastest of those tried on an H200, in bfloat16, of 1 to 16 warps, 1
+    to 20 programs a multiprocessor and 2 to 4 stages.
     """
 
     lanes = next_power_of_2(group_size)
-    columns_per_piece = None
 
     if lanes > _MAX_SUMMED_LANES:
-        columns_per_piece = lanes = _COLUMNS_PER_SUMMED_PIECE
-        groups_per_row = _ceil_div(group_size, columns_per_piece)
+        num_warps = _COLUMNS_PER_PART // 256
+        groups_per_row = _ceil_div(group_size, _COLUMNS_PER_PART)
 
-    # 8 columns a thread take 60 to 100 registers of it; of 8192, 16 a thread take all 128
-    # that 16 warps have, with weight and bias read anew for every row.
-    num_warps = min(max(lanes // 256, 4), 16)
-    programs = _MULTIPROCESSORS * max(20 // num_warps, 1)
+        return GatedRMSNormBackwardConfig(
+            rows_per_step=1,
+            num_warps=num_warps,
+            max_row_blocks=_row_blocks(_WARPS_OF_BACKWARD // num_warps, groups_per_row),
+            columns_per_program=_COLUMNS_PER_PART,
+        )
+
+    piece = _held_piece(group_size)
+
+    if piece is not None:
+        num_pieces = group_size // piece
+        num_warps = max(piece // (256 if num_pieces == 3 else 128), 1)
+
+        # Sums and values of 20 columns a thread and more leave room for half the warps.
+        return GatedRMSNormBackwardConfig(
+            rows_per_step=1,
+            num_warps=num_warps,
+            max_row_blocks=_row_blocks(max(8 // num_warps, 1), groups_per_row),
+            columns_per_piece=piece,
+        )
+
+    if lanes <= 128:
+        return GatedRMSNormBackwardConfig(
+            rows_per_step=1024 // lanes,
+            num_warps=2,
+            max_row_blocks=_row_blocks(4, groups_per_row),
+        )
+
+    # 8 columns a thread; of 4096 and more 16, which take all registers.
+    num_warps = lanes // 256 if lanes <= 2048 else lanes // 512
 
     return GatedRMSNormBackwardConfig(
-        rows_per_step=max(1024 // lanes, 1),
+        rows_per_step=1,
         num_warps=num_warps,
-        max_row_blocks=max(programs // groups_per_row, 1),
+        max_row_blocks=_row_blocks(_WARPS_OF_BACKWARD // num_warps, groups_per_row),
+        pipeline_stages=4 if lanes in (2048, 4096) else 3,
+        # Of 8192 they are read anew for every row.
         holds_parameters=lanes <= 4096,
-        columns_per_piece=columns_per_piece,
     )
+
+
+# What Triton needs beside the steps on their way: a row of float32 that it exchanges
+# between layouts, and sums of warps.
+_BYTES_OF_EXCHANGES = 4096
+
+
+def pipeline_stages(config, group_size, bytes_per_column, shared_memory):
+    """`config.pipeline_stages`, or fewer where less fits in shared memory. No bit depends on it.
+
+    :param config: A `GatedRMSNormBackwardConfig` for groups of `group_size`.
+    :param bytes_per_column: Of all tensors that are read row by row.
+    :param shared_memory: How many bytes a program may use.
+    """
+
+    columns = config.columns_per_program or next_power_of_2(group_size)
+
+    if config.columns_per_piece is not None:
+        columns = group_size
+
+    columns *= config.rows_per_step
+    room = shared_memory - 4 * columns - _BYTES_OF_EXCHANGES
+
+    # One stage fewer is on its way than is held.
+    return min(config.pipeline_stages, 1 + max(room // (columns * bytes_per_column), 0))
+
+
+def _row_blocks(programs_per_multiprocessor, groups_per_row):
+    return max(_MULTIPROCESSORS * programs_per_multiprocessor // groups_per_row, 1)
+
+
+def _held_piece(group_size):
+    """The columns of a piece, if a group is 3, 5 or 7 times a power of two."""
+
+    piece = group_size & -group_size
+
+    if piece < _MIN_HELD_PIECE or group_size // piece not in (3, 5, 7):
+        return None
+
+    return piece
 
 
 # Of the kernel that finds the statistics of a group that is taken piece by piece.
@@ -191,14 +283,11 @@ def row_tile(rows_per_program, row_sizes):
 
 
 _LANES_PER_WARP = 32
-
 # What one warp handles of one tensor, and the least that it reads by 16 bytes a lane.
 # 2 KiB are 8 heads of 128 in a 16-bit type: on an H200, in place, 40.6 us where half of it
 # took 43.9 us, twice of it 41.1 us, and the same on four warps 60.2 us.
 _BYTES_PER_WARP = 2048
 _BYTES_OF_WIDE_ACCESS = 16 * _LANES_PER_WARP
-
-_MAX_WARPS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

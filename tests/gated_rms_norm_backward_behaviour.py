@@ -30,6 +30,12 @@ MODES = {
     "input alone": {"weight": False, "gate": False},
     "offset": {"weight_offset": 1.0},
     "width of no power of two": {"columns": 96, "group_size": 48},
+    "three pieces": {"columns": 384, "bias": True},
+    "groups of five pieces, gate first": {
+        "columns": 1280,
+        "group_size": 640,
+        "norm_before_gate": False,
+    },
 }
 
 

@@ -36,12 +36,12 @@ def global_accesses(ptx):
     return collections.Counter(operation + width for operation, width in found)
 
 
-def is_wide(access):
-    """Whether a load or a store is of 16 bytes or more."""
+def is_wide(access, num_bytes=16):
+    """Whether a load or a store is of so many bytes or more."""
 
     vector, bits = re.fullmatch(r"\w+?(?:\.v(\d))?\.b(\d+)", access).groups()
 
-    return int(vector or 1) * int(bits) >= 128
+    return int(vector or 1) * int(bits) >= 8 * num_bytes
 
 
 def contractible_sums(ptx):

@@ -13,14 +13,18 @@ NUM_GROUPS = [1, 2, 16, 1023, 1024, 10**6]
 
 @pytest.mark.parametrize("num_groups", NUM_GROUPS)
 def test_no_two_threads_hold_the_same_column(num_groups):
-    """Where there are several warps, each has 256 lanes or more of its own."""
+    """Where there are several warps, each has lanes of its own: 256 or more, 8 a thread; of a piece that is held 4 a thread."""
 
     for group_size in [*GROUP_SIZES, 20000, 65536, 131072]:
         config = configs.gated_rms_norm_config(group_size, num_groups)
         lanes = configs.next_power_of_2(group_size)
         held = config.rows_per_program * min(lanes, config.columns_per_piece or lanes)
 
-        assert config.num_warps == 1 or held >= 256 * config.num_warps, group_size
+        lanes_per_warp = 128 if config.holds_pieces else 256
+
+        assert config.num_warps == 1 or held >= lanes_per_warp * config.num_warps, (
+            group_size
+        )
 
 
 def test_the_order_of_additions_depends_on_the_group_size_alone():
@@ -33,7 +37,32 @@ def test_the_order_of_additions_depends_on_the_group_size_alone():
         }
 
         assert len(pieces) == 1, group_size
-        assert (pieces == {None}) == (configs.next_power_of_2(group_size) <= 16384)
+
+        if configs.next_power_of_2(group_size) > 16384:
+            assert pieces != {None}
+
+
+def test_pieces_that_are_held_are_a_group():
+    """They are powers of two that divide it, whatever is computed."""
+
+    for group_size in GROUP_SIZES:
+        for config in (
+            configs.gated_rms_norm_config(group_size, 10**6),
+            configs.gated_rms_norm_backward_config(group_size, 1),
+        ):
+            piece = config.columns_per_piece
+
+            if piece is not None:
+                assert piece == configs.next_power_of_2(piece)
+                assert group_size % piece == 0
+
+
+@pytest.mark.parametrize("group_size", [1536, 1280, 1792, 3072, 5120, 3584])
+def test_a_group_of_3_5_or_7_pieces_is_not_padded(group_size):
+    """Padding would leave up to 37 % of the lanes idle."""
+
+    for num_groups in NUM_GROUPS:
+        assert configs.gated_rms_norm_config(group_size, num_groups).holds_pieces
 
 
 def test_what_is_held_fits_in_registers():
@@ -46,6 +75,9 @@ def test_what_is_held_fits_in_registers():
             held = config.rows_per_program * min(
                 lanes, config.columns_per_piece or lanes
             )
+
+            if config.holds_pieces:
+                held = group_size
 
             assert held <= 64 * 32 * config.num_warps, (group_size, num_groups)
 
@@ -105,3 +137,24 @@ def test_next_power_of_2(value, expected):
     """The smallest that is not less."""
 
     assert configs.next_power_of_2(value) == expected
+
+
+@pytest.mark.parametrize("kilobytes, stages", [(227, 4), (99, 4), (64, 2), (32, 1)])
+def test_what_is_on_its_way_fits_in_shared_memory(kilobytes, stages):
+    """4096 columns of three tensors of 2 bytes are 24 KiB a step, beside 20 KiB of other use."""
+
+    config = configs.gated_rms_norm_backward_config(4096, 1)
+
+    assert configs.pipeline_stages(config, 4096, 6, 1024 * kilobytes) == stages
+
+
+def test_a_device_without_a_limit_has_all_stages():
+    """The interpreter's."""
+
+    for group_size in GROUP_SIZES:
+        config = configs.gated_rms_norm_backward_config(group_size, 1)
+
+        assert (
+            configs.pipeline_stages(config, group_size, 12, math.inf)
+            == config.pipeline_stages
+        )

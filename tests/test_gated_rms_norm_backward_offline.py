@@ -1,5 +1,7 @@
 """The gradients of `gated_rms_norm`, compiled for a GPU that is not there."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,29 +9,26 @@ from ninetoothed_patches import host_driver
 from ntops_ext.torch import _gated_rms_norm_backward, _launch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-@pytest.mark.parametrize("columns", [128, 1280, 20000])
-def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
-    """Groups of one program and of several pieces: the interpreter runs what a compiler refuses."""
+def compile_launches(monkeypatch, *, columns, dtype, norm_before_gate, bias=True):
+    """The binaries of every launch of a call of these columns, for sm_90."""
 
     binaries = []
 
     def launch(handle, device, *arguments):
         binaries.append(
-            host_driver.compile_call(handle, *arguments, target="sm_90").asm["ptx"]
+            host_driver.compile_call(handle, *arguments, target="sm_90").asm
         )
 
     monkeypatch.setattr(_launch, "launch", launch)
     monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
     input, gate, grad_output = torch.zeros(3, 3, columns, dtype=dtype)
-    weight, bias = torch.zeros(2, columns, dtype=dtype)
+    weight = torch.zeros(columns, dtype=dtype)
     _gated_rms_norm_backward.backward(
         grad_output,
         input,
         weight,
         gate,
-        bias,
+        weight.clone() if bias else None,
         1e-5,
         None,
         norm_before_gate,
@@ -37,5 +36,74 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
         0.0,
         (True,) * 4,
     )
+
+    return binaries
+
+
+def spills(binary):
+    """Whether a kernel uses local memory."""
+
+    return bool(re.findall(r"\b(?:STL|LDL)\b", binary["sass"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("columns", [128, 1280, 20000])
+def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
+    """Groups of one program and of several: the interpreter runs what a compiler refuses."""
+
+    binaries = compile_launches(
+        monkeypatch, columns=columns, dtype=dtype, norm_before_gate=norm_before_gate
+    )
+
     assert binaries
-    assert all(".target sm_90" in binary for binary in binaries)
+    assert all(".target sm_90" in binary["ptx"] for binary in binaries)
+
+
+# Of 8192 columns, 16 a thread, a few registers are spilled.
+@pytest.mark.parametrize(
+    "columns",
+    [
+        128,
+        512,
+        *(
+            pytest.param(columns, marks=pytest.mark.slow)
+            for columns in (16, 64, 256, 1024, 1280, 2048, 3072, 3584, 4096, 5120, 7168)
+        ),
+    ],
+)
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_no_register_is_spilled(monkeypatch, columns, norm_before_gate):
+    """Groups of 512 took 70 times the time while a thread held a whole row of them."""
+
+    binaries = compile_launches(
+        monkeypatch,
+        columns=columns,
+        dtype=torch.bfloat16,
+        norm_before_gate=norm_before_gate,
+        bias=False,
+    )
+
+    assert not any(spills(binary) for binary in binaries)
+
+
+@pytest.mark.parametrize("columns", [512, 3584])
+def test_rows_are_read_and_written_widely(monkeypatch, columns):
+    """By 16 bytes a thread to shared memory and from it, or 8 where a group is in pieces."""
+
+    binary, *_ = compile_launches(
+        monkeypatch,
+        columns=columns,
+        dtype=torch.bfloat16,
+        norm_before_gate=False,
+        bias=False,
+    )
+    bytes_read = set(
+        re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (\w+), ", binary["ptx"])
+    )
+    stores = set(re.findall(r"\bst\.global\.(v\d)\.b32", binary["ptx"]))
+    size, vector = ("0x10", "v4") if columns == 512 else ("0x8", "v2")
+
+    assert bytes_read == {size}
+    # A row of partial sums is written by 16 bytes.
+    assert stores <= {vector, "v4"} and vector in stores

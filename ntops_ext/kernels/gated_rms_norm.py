@@ -2,8 +2,9 @@
 
 A row of N columns is N / D groups of D. All arithmetic is in float32, with one rounding,
 at the store. No bit of a result depends on the number of warps, on the rows of a program
-or on strides: squares are added by a tree whose every step adds two numbers, and where a
-sum follows a product, an `fma` fixes how they round.
+or on strides: squares are added by a tree whose every step adds two numbers (where a group
+is in pieces, those of its pieces before, one after the other), and where a sum follows a
+product, an `fma` fixes how they round.
 """
 
 import functools
@@ -312,6 +313,77 @@ def gated_rms_norm_parameters_first_application(
     output = result  # noqa: F841
 
 
+def gated_rms_norm_held_pieces_application(
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """The columns of a group are held in pieces: they are read once, parameters with them.
+
+    Pieces are powers of two, so that no lane is idle where a group is no power of two.
+    """
+    squares = ntl.zeros(input.dtype.shape, ntl.float32)
+    values = ()
+    gatings = ()
+    weights = ()
+    biases = ()
+
+    for held_piece in ntl.static_range(input.shape[0]):
+        piece_value = ntl.cast(input[held_piece], ntl.float32)
+
+        if activation != 0:
+            piece_gating = _gating(
+                ntl.cast(gate[held_piece], ntl.float32),
+                activation,
+                output.dtype.dtype == ntl.float32,
+            )
+            gatings = gatings + (piece_gating,)
+
+            if norm_before_gate == 0:
+                piece_value = _apply_gating(
+                    piece_value,
+                    piece_gating,
+                    activation,
+                    output.dtype.dtype == ntl.float32,
+                )
+
+        values = values + (piece_value,)
+        weights = weights + (weight[held_piece],)
+        biases = biases + (bias[held_piece],)
+        squares = ntl.fma(piece_value, piece_value, squares)
+
+    square_total = _sum_of_columns(squares)
+    scale_of_pieces = _inverse_root(
+        ntl.fma(square_total, inverse_group_size, eps),
+        output.dtype.dtype == ntl.float32,
+    )
+
+    for stored_piece in ntl.static_range(input.shape[0]):
+        piece_result = ntl.fma(
+            values[stored_piece] * scale_of_pieces,
+            weight_offset + ntl.cast(weights[stored_piece], ntl.float32),
+            ntl.cast(biases[stored_piece], ntl.float32),
+        )
+
+        if activation != 0:
+            if norm_before_gate != 0:
+                piece_result = _apply_gating(
+                    piece_result,
+                    gatings[stored_piece],
+                    activation,
+                    output.dtype.dtype == ntl.float32,
+                )
+
+        output[stored_piece] = piece_result
+
+
 def gated_rms_norm_by_pieces_application(
     input,
     gate,
@@ -380,6 +452,7 @@ def premake(
     *,
     row_tile=(1,),
     columns_per_piece=None,
+    holds_pieces=False,
     parameters_first=True,
     gate=True,
     weight=True,
@@ -403,6 +476,7 @@ def premake(
     :param group_size: D, which divides N.
     :param row_tile: The rows of a program along each row dimension, powers of two.
     :param columns_per_piece: A power of two, if a group is read piece by piece.
+    :param holds_pieces: Whether the pieces, which then divide D, are held and read once.
     :param parameters_first: Whether weight and bias are read before the sum.
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
     :param activation: `NO_GATE`, `SILU` or `SIGMOID`, for ahead-of-time compilation, which
@@ -447,7 +521,9 @@ def premake(
         columns_per_piece=columns_per_piece if is_by_pieces else group_size,
     )
 
-    if is_by_pieces:
+    if is_by_pieces and holds_pieces:
+        application = gated_rms_norm_held_pieces_application
+    elif is_by_pieces:
         application = gated_rms_norm_by_pieces_application
     elif parameters_first:
         application = gated_rms_norm_parameters_first_application

@@ -15,8 +15,8 @@ steps are on their way to shared memory. It keeps its sums over rows in register
 them, once, as one row of a workspace of partial sums, which `sum_of_rows` adds. Of a group
 too wide to be held, a kernel finds the two means, and then programs take pieces of it.
 
-As in the forward kernel, all arithmetic is in float32 and no order of additions is left to a
-compiler: rows are added one after the other, then by a tree.
+All arithmetic is in float32. Rows are added one after the other, then by a tree; columns as
+the forward kernel adds them, but for the last additions of several narrow rows at once.
 """
 
 import functools
@@ -35,21 +35,26 @@ from ntops_ext.kernels.gated_rms_norm import (
 _STATISTICS = ("scales", "mean_products")
 
 
-def arrangement(*tensors, row_tile, columns_per_program, max_row_blocks):
-    """One program takes some columns, a group or a piece of one, of a run of tiles of rows.
+def arrangement(
+    *tensors, row_tile, columns_per_program, columns_per_piece, max_row_blocks
+):
+    """One program takes some columns, a group or a part of one, of a run of tiles of rows.
 
-    It sees of a tensor a list of tiles of (rows, columns), of a parameter (columns,), of
-    statistics a list of tiles (rows, 1), and of partial sums (1, columns).
+    It sees of a tensor tiles of (rows, columns) by step and piece, of a parameter
+    (columns,) by piece, of statistics (rows, 1) by step and 0, and of partial sums
+    (1, columns) by piece.
 
     :param tensors: Tensors of one shape `(*rows, N)`, of which the first is one, parameters
         `(N,)`, statistics `(*rows, 1)`, partial sums `(row_blocks, N)`, whose names end in
         `_partials`, and scalars.
     :param row_tile: The rows of a tile along each of the row dimensions.
     :param columns_per_program: The columns of a program.
+    :param columns_per_piece: The columns of a tile, which divide those of a program.
     :param max_row_blocks: The most runs that rows are cut into.
     """
 
     num_row_dims = len(row_tile)
+    num_pieces = columns_per_program // columns_per_piece
 
     def arrange_rows(tensor, columns):
         tiles = tensor.tile((*row_tile, columns))
@@ -59,29 +64,30 @@ def arrangement(*tensors, row_tile, columns_per_program, max_row_blocks):
             tiles = tiles.flatten(0, num_row_dims)
 
         tiles_per_program = (tiles.shape[0] + max_row_blocks - 1) // max_row_blocks
-        arranged = tiles.tile((tiles_per_program, 1))
-        arranged.dtype = arranged.dtype.squeeze(1)
 
-        return arranged
+        return tiles.tile((tiles_per_program, 1 if columns == 1 else num_pieces))
 
-    grid = arrange_rows(tensors[0], columns_per_program).shape
+    grid = arrange_rows(tensors[0], columns_per_piece).shape
 
     def arrange(tensor):
         if tensor.ndim == 0:
             return tensor
 
         if tensor.ndim == 1:
-            arranged = tensor.tile((columns_per_program,)).unsqueeze(0)
+            arranged = tensor.tile((columns_per_piece,)).tile((num_pieces,))
 
-            return arranged.expand((grid[0], -1))
+            return arranged.unsqueeze(0).expand((grid[0], -1))
 
         if tensor.source.name.endswith("_partials"):
-            return tensor.tile((1, columns_per_program))
+            arranged = tensor.tile((1, columns_per_piece)).tile((1, num_pieces))
+            arranged.dtype = arranged.dtype.squeeze(0)
+
+            return arranged
 
         if tensor.shape[-1] == 1 and tensor is not tensors[0]:
             return arrange_rows(tensor, 1).expand((-1, grid[1]))
 
-        return arrange_rows(tensor, columns_per_program)
+        return arrange_rows(tensor, columns_per_piece)
 
     return tuple(arrange(tensor) for tensor in tensors)
 
@@ -164,6 +170,44 @@ def _sum_of_rows(terms):
     return row_sums
 
 
+def _sum_of_few_columns(few_terms):
+    # Of several rows. The last additions, of up to 16 sums that lie in the lanes of one
+    # warp, are Triton's. A tree of steps leaves the sum in a layout in which, spread over
+    # columns again, a thread holds all of them, and Triton then computes the gradients in
+    # that: of groups of 256 and 512 columns it took 70 to 200 times the time.
+    few = few_terms
+
+    for _ in ntl.static_range(3):
+        if few.shape[1] > 1:
+            few = ntl.sum(ntl.reshape(few, (few.shape[0], few.shape[1] // 2, 2)), 2)
+
+    few_total = ntl.sum(few, 1)
+    few_total = few_total[:, None]
+
+    return few_total
+
+
+def _two_sums_of_columns(first_terms, second_terms):
+    # `_sum_of_columns` of both; side by side, so that warps wait for one another half as
+    # often, where there are several warps and registers are left.
+    if first_terms.shape[1] >= 1024 and first_terms.shape[1] <= 4096:
+        pair = ntl.permute(ntl.join(first_terms, second_terms), (2, 0, 1))
+        pair = ntl.reshape(pair, (2 * first_terms.shape[0], first_terms.shape[1]))
+        pair_totals = _sum_of_columns(pair)
+        pair_totals = ntl.reshape(pair_totals, (2, first_terms.shape[0], 1))
+        both_totals = ntl.split(ntl.permute(pair_totals, (1, 2, 0)))
+    elif first_terms.shape[0] > 1:
+        first_total = _sum_of_few_columns(first_terms)
+        second_total = _sum_of_few_columns(second_terms)
+        both_totals = (first_total, second_total)
+    else:
+        first_total = _sum_of_columns(first_terms)
+        second_total = _sum_of_columns(second_terms)
+        both_totals = (first_total, second_total)
+
+    return both_totals
+
+
 def gated_rms_norm_backward_application(
     grad_output,
     input,
@@ -191,101 +235,168 @@ def gated_rms_norm_backward_application(
     pipeline_stages,
 ):
     # Not used for what it holds: for its shape.
-    first_tile = input[0]
+    first_tile = input[0, 0]
     column = ntl.arange(0, first_tile.shape[1])
+    weights = ()
+    biases = ()
+    weight_sums = ()
+    bias_sums = ()
 
-    if holds_parameters:
-        scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
-        wide_bias = ntl.cast(bias, ntl.float32)
+    for initial_piece in ntl.static_range(input.shape[1]):
+        if holds_parameters:
+            weights = weights + (
+                weight_offset + ntl.cast(weight[initial_piece], ntl.float32),
+            )
+            biases = biases + (ntl.cast(bias[initial_piece], ntl.float32),)
 
-    if needs_weight:
-        weight_sum = ntl.zeros(first_tile.shape, ntl.float32)
+        if needs_weight:
+            weight_sums = weight_sums + (ntl.zeros(first_tile.shape, ntl.float32),)
 
-    if needs_bias:
-        bias_sum = ntl.zeros(first_tile.shape, ntl.float32)
+        if needs_bias:
+            bias_sums = bias_sums + (ntl.zeros(first_tile.shape, ntl.float32),)
 
     for step in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
-        input_loaded = input[step]
-        incoming = ntl.cast(grad_output[step], ntl.float32)
-        wide_input = ntl.cast(input_loaded, ntl.float32)
-        value = wide_input
-        scaled = incoming
+        squares = ntl.zeros(first_tile.shape, ntl.float32)
+        products = ntl.zeros(first_tile.shape, ntl.float32)
+        inputs = ()
+        values = ()
+        incomings = ()
+        factors = ()
+        slopes = ()
+        weighteds = ()
+        bias_sums_so_far = bias_sums
+        bias_sums = ()
 
-        if activation != 0:
-            gate_loaded = gate[step]
-            is_precise = (
-                input_loaded.dtype == ntl.float32 or gate_loaded.dtype == ntl.float32
-            )
-            wide_gate = ntl.cast(gate_loaded, ntl.float32)
-            sigmoid = _sigmoid(wide_gate, is_precise)
-            complement = _complement_of_sigmoid(wide_gate, activation, is_precise)
+        for piece in ntl.static_range(input.shape[1]):
+            input_loaded = input[step, piece]
+            incoming = ntl.cast(grad_output[step, piece], ntl.float32)
+            wide_input = ntl.cast(input_loaded, ntl.float32)
+            value = wide_input
+            scaled = incoming
 
-            if activation == 1:
-                factor = wide_gate * sigmoid
-                slope = ntl.fma(factor, complement, sigmoid)
+            if activation != 0:
+                gate_loaded = gate[step, piece]
+                is_precise = (
+                    input_loaded.dtype == ntl.float32
+                    or gate_loaded.dtype == ntl.float32
+                )
+                wide_gate = ntl.cast(gate_loaded, ntl.float32)
+                sigmoid = _sigmoid(wide_gate, is_precise)
+                complement = _complement_of_sigmoid(wide_gate, activation, is_precise)
+
+                if activation == 1:
+                    factor = wide_gate * sigmoid
+                    slope = ntl.fma(factor, complement, sigmoid)
+                else:
+                    factor = sigmoid
+                    slope = sigmoid * complement
+
+                if norm_before_gate:
+                    scaled = incoming * factor
+                else:
+                    value = wide_input * factor
+
+                factors = factors + (factor,)
+                slopes = slopes + (slope,)
+
+            if first_tile.shape[1] != num_columns_held:
+                value = ntl.where(column[None, :] < num_columns_held, value, 0.0)
+
+            if holds_parameters:
+                scaled_weight = weights[piece]
             else:
-                factor = sigmoid
-                slope = sigmoid * complement
+                scaled_weight = weight_offset + ntl.cast(weight[piece], ntl.float32)
 
-            if norm_before_gate:
-                scaled = incoming * factor
-            else:
-                value = wide_input * factor
+            weighted = scaled * scaled_weight
 
-        if first_tile.shape[1] != num_columns_held:
-            value = ntl.where(column[None, :] < num_columns_held, value, 0.0)
+            if holds_statistics == 0:
+                squares = ntl.fma(value, value, squares)
+                products = ntl.fma(value, weighted, products)
 
-        if holds_parameters == 0:
-            scaled_weight = weight_offset + ntl.cast(weight, ntl.float32)
-            wide_bias = ntl.cast(bias, ntl.float32)
+            if needs_bias:
+                if activation != 0 and norm_before_gate:
+                    bias_sums = bias_sums + (
+                        ntl.fma(incoming, factor, bias_sums_so_far[piece]),
+                    )
+                else:
+                    bias_sums = bias_sums + (bias_sums_so_far[piece] + incoming,)
 
-        weighted = scaled * scaled_weight
+            inputs = inputs + (wide_input,)
+            values = values + (value,)
+            incomings = incomings + (incoming,)
+            weighteds = weighteds + (weighted,)
 
         if holds_statistics:
-            scale = scales[step]
-            mean_product = mean_products[step]
+            scale = scales[step, 0]
+            mean_product = mean_products[step, 0]
         else:
-            square_total = _sum_of_columns(ntl.fma(value, value, 0.0))
-            product_total = _sum_of_columns(ntl.fma(value, weighted, 0.0))
+            totals = _two_sums_of_columns(squares, products)
+            square_total = totals[0]
+            product_total = totals[1]
+
+            if first_tile.shape[0] == 1:
+                # A number has no layout that the gradients could take on.
+                square_total = ntl.sum(square_total)
+                product_total = ntl.sum(product_total)
             scale = _inverse_root(
                 ntl.fma(square_total, inverse_group_size, eps),
                 input_loaded.dtype == ntl.float32,
             )
             mean_product = product_total * scale * inverse_group_size
 
-        normalized = value * scale
+        weight_sums_so_far = weight_sums
+        weight_sums = ()
 
+        for last_piece in ntl.static_range(input.shape[1]):
+            normalized = values[last_piece] * scale
+
+            if needs_weight:
+                # `scaled`, once more.
+                unweighted = incomings[last_piece]
+
+                if activation != 0 and norm_before_gate:
+                    unweighted = unweighted * factors[last_piece]
+
+                weight_sums = weight_sums + (
+                    ntl.fma(unweighted, normalized, weight_sums_so_far[last_piece]),
+                )
+
+            grad_value = (
+                ntl.fma(normalized, mean_product * -1.0, weighteds[last_piece]) * scale
+            )
+
+            if needs_gate:
+                if norm_before_gate:
+                    if holds_parameters:
+                        gate_weight = weights[last_piece]
+                        gate_bias = biases[last_piece]
+                    else:
+                        gate_weight = weight_offset + ntl.cast(
+                            weight[last_piece], ntl.float32
+                        )
+                        gate_bias = ntl.cast(bias[last_piece], ntl.float32)
+
+                    ungated = ntl.fma(normalized, gate_weight, gate_bias)
+                    grad_gate[step, last_piece] = (
+                        incomings[last_piece] * ungated * slopes[last_piece]
+                    )
+                else:
+                    grad_gate[step, last_piece] = (
+                        grad_value * inputs[last_piece] * slopes[last_piece]
+                    )
+
+            if needs_input:
+                if activation != 0 and norm_before_gate == 0:
+                    grad_input[step, last_piece] = grad_value * factors[last_piece]
+                else:
+                    grad_input[step, last_piece] = grad_value
+
+    for summed_piece in ntl.static_range(input.shape[1]):
         if needs_weight:
-            weight_sum = ntl.fma(scaled, normalized, weight_sum)
+            weight_partials[summed_piece] = _sum_of_rows(weight_sums[summed_piece])
 
         if needs_bias:
-            if activation != 0 and norm_before_gate:
-                bias_sum = ntl.fma(incoming, factor, bias_sum)
-            else:
-                bias_sum = bias_sum + incoming
-
-        grad_value = ntl.fma(normalized, mean_product * -1.0, weighted) * scale
-
-        if needs_gate:
-            if norm_before_gate:
-                ungated = ntl.fma(normalized, scaled_weight, wide_bias)
-                grad_gate[step] = incoming * ungated * slope
-            else:
-                grad_gate[step] = grad_value * wide_input * slope
-
-        if needs_input:
-            if activation != 0 and norm_before_gate == 0:
-                grad_input[step] = grad_value * factor
-            else:
-                grad_input[step] = grad_value
-
-    if needs_weight:
-        weight_total = _sum_of_rows(weight_sum)
-        weight_partials = weight_total  # noqa: F841
-
-    if needs_bias:
-        bias_total = _sum_of_rows(bias_sum)
-        bias_partials = bias_total  # noqa: F841
+            bias_partials[summed_piece] = _sum_of_rows(bias_sums[summed_piece])
 
 
 def gated_rms_norm_statistics_application(
@@ -378,6 +489,7 @@ def premake(
     *,
     row_tile,
     max_row_blocks,
+    columns_per_piece=None,
     statistics=False,
     padding=0,
     gate=True,
@@ -391,15 +503,17 @@ def premake(
     scalars `inverse_group_size` (1 / D), `eps`, `weight_offset`; and, compiled in,
     `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
     `holds_statistics` (whether `statistics`), `holds_parameters` (whether weight and bias
-    stay in registers), `num_columns_held` and `pipeline_stages` (of how many steps the
-    tensors are on their way at once). What is absent is a number, as for the forward kernel;
+    stay in registers), `num_columns_held` (of a piece) and `pipeline_stages` (of how many
+    steps the tensors are on their way at once). What is absent is a number, as for the forward kernel;
     a gradient that is not needed is any tensor of its shape, and is not written.
 
     :param num_columns: N, the size of the last dimension.
-    :param columns_per_program: D, which divides N; or the columns of a piece, a power of
-        two, of a single group whose `statistics` are given.
+    :param columns_per_program: D, which divides N; or fewer, a power of two, of a single
+        group whose `statistics` are given.
     :param row_tile: The rows of a tile along each row dimension, powers of two.
     :param max_row_blocks: The most runs that rows are cut into, with a partial sum each.
+    :param columns_per_piece: The columns of a tile, a power of two that divides
+        `columns_per_program`; `None` if all, which are then padded to a power of two.
     :param statistics: Whether `scales` and `mean_products` are given, not found.
     :param padding: What stands for input and gate in rows behind the last. Zeros have no
         norm where `eps` is 0: then it is 1, and `num_columns_held` must be D, so that
@@ -447,6 +561,7 @@ def premake(
         arrangement,
         row_tile=tuple(row_tile),
         columns_per_program=columns_per_program,
+        columns_per_piece=columns_per_piece or columns_per_program,
         max_row_blocks=max_row_blocks,
     )
 

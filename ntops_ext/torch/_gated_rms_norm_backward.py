@@ -232,7 +232,7 @@ def _split(grad_output, input, gate, group_size, config):
 
     columns_of_parts = [None]
 
-    if config.columns_per_piece is not None:
+    if config.columns_per_program is not None:
         columns_of_parts = [
             slice(start, start + group_size)
             for start in range(0, num_columns, group_size)
@@ -390,18 +390,33 @@ def _run_part(
         int(statistics_handle is not None),
         int(layout.config.holds_parameters),
         _num_columns_held(layout),
-        layout.config.pipeline_stages,
+        _pipeline_stages(layout, arguments),
+    )
+
+
+def _pipeline_stages(layout, arguments):
+    grad_output, input, _, gate, _ = arguments
+    rows = [tensor for tensor in (grad_output, input, gate) if tensor is not None]
+
+    return configs.pipeline_stages(
+        layout.config,
+        layout.group_size,
+        sum(tensor.element_size() for tensor in rows),
+        _launch.shared_memory(input.device),
     )
 
 
 def _pads_with_ones(layout):
     # Rows behind the last are zeros, whose norm is 0 / 0 where `eps` is 0.
-    return layout.eps < _SMALLEST_EPS and layout.config.columns_per_piece is None
+    return layout.eps < _SMALLEST_EPS and layout.config.columns_per_program is None
 
 
 def _num_columns_held(layout):
-    if layout.config.columns_per_piece is not None:
-        return layout.config.columns_per_piece
+    config = layout.config
+    columns = config.columns_per_piece or config.columns_per_program
+
+    if columns is not None:
+        return columns
 
     if _pads_with_ones(layout):
         return layout.group_size
@@ -413,7 +428,7 @@ def _make_handles(kernels, layout, arguments):
     _, input, weight, gate, bias = arguments
     kernel, config = kernels.gated_rms_norm_backward, layout.config
     num_columns = input.shape[-1]
-    is_by_pieces = config.columns_per_piece is not None
+    is_in_parts = config.columns_per_program is not None
     present = {"gate": gate is not None, "weight": weight is not None}
     handles = []
 
@@ -421,18 +436,19 @@ def _make_handles(kernels, layout, arguments):
         handle = make_handle(
             kernel.premake,
             num_warps=config.num_warps,
-            num_columns=layout.group_size if is_by_pieces else num_columns,
-            columns_per_program=config.columns_per_piece or layout.group_size,
+            num_columns=layout.group_size if is_in_parts else num_columns,
+            columns_per_program=config.columns_per_program or layout.group_size,
+            columns_per_piece=config.columns_per_piece,
             row_tile=part.row_tile,
             max_row_blocks=config.max_row_blocks,
-            statistics=is_by_pieces,
+            statistics=is_in_parts,
             padding=int(_pads_with_ones(layout)),
             bias=bias is not None,
             **present,
         )
         statistics_handle = None
 
-        if is_by_pieces:
+        if is_in_parts:
             statistics_handle = make_handle(
                 kernel.premake_statistics,
                 num_warps=configs.STATISTICS_NUM_WARPS,

@@ -1,5 +1,8 @@
 """Where an operator runs: on which device, as a kernel or as its definition."""
 
+import functools
+import math
+
 import torch
 
 
@@ -16,6 +19,23 @@ def runs_kernel(tensor):
     from ninetoothed_patches import host_driver
 
     return host_driver.interpreter_is_on()
+
+
+@functools.cache
+def shared_memory(device):
+    """How many bytes of shared memory a program may use on `device`; of a CPU infinitely many."""
+
+    if device.type == "cpu":
+        return math.inf
+
+    properties = torch.get_device_module(device).get_device_properties(device)
+
+    # ROCm has no more than the latter.
+    return getattr(
+        properties,
+        "shared_memory_per_block_optin",
+        properties.shared_memory_per_block,
+    )
 
 
 def launch(handle, device, *args):
