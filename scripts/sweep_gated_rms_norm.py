@@ -2,10 +2,10 @@
 
     python scripts/sweep_gated_rms_norm.py [--device cuda|cpu] [--quick] --output FILE.jsonl
 
-For each group size, rows a program, warps and order of loads: device time beside
+For each group size, rows a program, warps, order of loads and held pieces: device time beside
 `torch.add` on the same bytes, with the L2 cache cleared for many rows, and 20 launches back
-to back for few. Nothing that is timed here can change a bit of a result. On a CPU one tiny
-shape runs in Triton's interpreter, and times mean nothing.
+to back for few. Of what is timed here only the pieces can change a bit of a result. On a CPU
+one tiny shape runs in Triton's interpreter, and times mean nothing.
 """
 
 import functools
@@ -57,10 +57,15 @@ TINY = (16, 1, 2, True)
 
 
 def main(arguments):
-    options = parse(make_parser(__doc__), arguments)
+    parser = make_parser(__doc__)
+    parser.add_argument("--group-sizes", nargs="+", type=int, help="only these")
+    options = parse(parser, arguments)
     environment = describe_environment()
     print_environment(environment)
     shapes = QUICK if options.quick else MANY_GROUPS + FEW_GROUPS
+
+    if options.group_sizes:
+        shapes = [shape for shape in shapes if shape[0] in options.group_sizes]
 
     if options.device == "cpu":
         shapes = (TINY,)
@@ -85,15 +90,24 @@ def main(arguments):
 
 
 def choices(group_size):
-    """Rows, warps, order of loads: at most 64 columns a thread, and no fewer than 8."""
+    """Rows, warps, order of loads, columns of a piece that is held (None: no pieces).
+
+    Without pieces at most 64 columns a thread, and no fewer than 8; of a piece 2 to 8.
+    """
 
     if group_size == TINY[0]:
-        return [(2, 1, True), (2, 1, False)]
+        return [(2, 1, True, None), (2, 1, False, None)]
 
     lanes = configs.next_power_of_2(group_size)
+    piece = group_size & -group_size
+    in_pieces = [
+        (1, num_warps, True, piece)
+        for num_warps in (1, 2, 4, 8, 16)
+        if group_size // piece in (3, 5, 7) and 64 <= piece // num_warps <= 256
+    ]
 
-    return [
-        (rows, num_warps, parameters_first)
+    return in_pieces + [
+        (rows, num_warps, parameters_first, None)
         for rows in (1, 2, 4, 8, 16, 32)
         for num_warps in (1, 2, 4, 8, 16, 32)
         for parameters_first in (True, False)
@@ -106,7 +120,7 @@ def make_call(shape, choice, device="cuda"):
     """A call of the kernel with random contents, and its tensors."""
 
     group_size, num_groups, num_rows, norm_before_gate = shape
-    rows_per_program, num_warps, parameters_first = choice
+    rows_per_program, num_warps, parameters_first, columns_per_piece = choice
     kernel = import_kernels().gated_rms_norm
     handle = make_handle(
         kernel.premake,
@@ -115,6 +129,8 @@ def make_call(shape, choice, device="cuda"):
         group_size=group_size,
         row_tile=(rows_per_program,),
         parameters_first=parameters_first,
+        columns_per_piece=columns_per_piece,
+        holds_pieces=columns_per_piece is not None,
     )
     random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     input, gate = (random(num_rows, num_groups * group_size) for _ in range(2))
@@ -163,6 +179,7 @@ def measure(shape, device):
                 "rows_per_program": choice[0],
                 "num_warps": choice[1],
                 "parameters_first": choice[2],
+                "columns_per_piece": choice[3],
                 "us": microseconds,
                 "spread_us": spread,
                 "torch_add_us": floor,
@@ -181,6 +198,7 @@ def print_best(shape, records, most=6):
             f"  {record['us'] / record['torch_add_us']:.3f} x  rows"
             f" {record['rows_per_program']} warps {record['num_warps']}"
             f" parameters {'first' if record['parameters_first'] else 'last'}"
+            f" pieces {record['columns_per_piece']}"
         )
 
 

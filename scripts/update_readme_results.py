@@ -118,6 +118,27 @@ def gated_rms_norm(folder):
     )
 
 
+def gated_rms_norm_backward(folder):
+    """Every case: the time of all gradients beside the bytes they must move, and the peers'."""
+
+    def cell(record, name):
+        return (
+            f"{_ratio(record, name, 'cold', of='floor'):.2f}"
+            if name in record["times"]
+            else "not offered"
+        )
+
+    names = (OURS, *_PEERS)
+
+    return _rows(
+        ("case", *(f"{name} / floor" for name in ("ours", *_PEERS))),
+        [
+            (results.label(record), *(cell(record, name) for name in names))
+            for record in results.read(folder / "gated_rms_norm_backward.jsonl")
+        ],
+    )
+
+
 def gated_rms_norm_host(folder):
     """One sentence about the host time of a call."""
 
@@ -384,6 +405,7 @@ def summary(folder):
 
 TABLES = {
     "gated_rms_norm": gated_rms_norm,
+    "gated_rms_norm-backward": gated_rms_norm_backward,
     "gated_rms_norm-host": gated_rms_norm_host,
     "launch": launch,
     "launch_plans": launch_plans,

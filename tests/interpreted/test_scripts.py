@@ -23,7 +23,13 @@ def run(script, capsys, monkeypatch, *arguments):
 
 @pytest.mark.parametrize(
     "script",
-    ["benchmark_gated_rms_norm", "benchmark_rope_pack", "sweep_gated_rms_norm"],
+    [
+        "benchmark_gated_rms_norm",
+        "benchmark_gated_rms_norm_backward",
+        "benchmark_rope_pack",
+        "sweep_gated_rms_norm",
+        "sweep_gated_rms_norm_backward",
+    ],
 )
 def test_a_benchmark(script, tmp_path, capsys, monkeypatch):
     """It ends, says what its times are worth, and writes its environment into each record."""
