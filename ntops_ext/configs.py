@@ -346,6 +346,9 @@ def qk_norm_rope_config(*, num_heads, num_kv_heads, head_dim, item_size):
 _PROGRAMS_OF_BACKWARD = 2048
 _MAX_TOKENS_OF_BACKWARD = 16
 
+# Shared memory of a program, of which every GPU has more.
+_MAX_BYTES_ON_THEIR_WAY = 32 * 1024
+
 # Partial sums are addressed, in elements, in 32 bits.
 _MAX_PARTIAL_SUMS = 2**30
 
@@ -355,12 +358,13 @@ class QKNormRopeBackwardConfig:
     """How `ntops_ext.kernels.qk_norm_rope_backward` is launched.
 
     A program takes `heads_per_program` heads of `tokens_per_program` tokens, on `num_warps`
-    warps. Both are powers of two.
+    warps. Both are powers of two. Of `pipeline_stages` tokens the heads are on their way.
     """
 
     tokens_per_program: int
     heads_per_program: int
     num_warps: int
+    pipeline_stages: int
 
 
 def qk_norm_rope_backward_config(*, batch, tokens, num_heads, head_dim, item_size):
@@ -390,10 +394,16 @@ def qk_norm_rope_backward_config(*, batch, tokens, num_heads, head_dim, item_siz
 
         tokens_per_program *= 2
 
+    # Of a token: heads, their gradients, a row of the table.
+    bytes_per_token = next_power_of_2(head_dim) * (
+        2 * forward.heads_per_program * item_size + 4
+    )
+
     return QKNormRopeBackwardConfig(
         tokens_per_program=tokens_per_program,
         heads_per_program=forward.heads_per_program,
         num_warps=forward.num_warps,
+        pipeline_stages=3 if 2 * bytes_per_token <= _MAX_BYTES_ON_THEIR_WAY else 1,
     )
 
 

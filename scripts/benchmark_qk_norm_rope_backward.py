@@ -48,13 +48,13 @@ CASES = (
 
 QUICK = ("32_heads", "512_tokens", "16384_tokens", "4_heads")
 
-# Tokens a program, heads a program, warps.
+# Tokens a program, heads a program, warps, stages.
 SWEEP = (
-    *((tokens, 8, 1) for tokens in (2, 4, 16, 32)),
-    *((tokens, 4, 1) for tokens in (4, 8, 16)),
-    *((tokens, 16, 2) for tokens in (4, 8, 16)),
-    (8, 32, 4),
-    (4, 32, 4),
+    *((tokens, 8, 1, 3) for tokens in (2, 4, 8, 16, 32)),
+    *((tokens, 8, 1, stages) for tokens in (8, 16) for stages in (1, 2, 4)),
+    *((tokens, 4, 1, 3) for tokens in (8, 16)),
+    *((tokens, 16, 2, 3) for tokens in (8, 16)),
+    *((tokens, 8, 2, 3) for tokens in (8, 16)),
 )
 
 
@@ -117,14 +117,15 @@ def _row(record):
 
 @contextlib.contextmanager
 def _launched_as(choice):
-    """For the block's duration, launch with these tokens and heads a program, and warps."""
+    """For the block's duration, launch with these tokens, heads, warps and stages."""
 
-    tokens_per_program, heads_per_program, num_warps = choice
+    tokens_per_program, heads_per_program, num_warps, pipeline_stages = choice
     own = configs.qk_norm_rope_backward_config
     configs.qk_norm_rope_backward_config = lambda **_: configs.QKNormRopeBackwardConfig(
         tokens_per_program=tokens_per_program,
         heads_per_program=heads_per_program,
         num_warps=num_warps,
+        pipeline_stages=pipeline_stages,
     )
     _qk_norm_rope_backward.layouts.clear()
 

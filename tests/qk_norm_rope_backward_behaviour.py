@@ -66,6 +66,7 @@ def launch_as(monkeypatch):
             tokens_per_program=tokens_per_program,
             heads_per_program=heads_per_program,
             num_warps=num_warps,
+            pipeline_stages=3,
         )
         monkeypatch.setattr(configs, "qk_norm_rope_backward_config", lambda **_: config)
         _qk_norm_rope_backward.layouts.clear()

@@ -79,6 +79,19 @@ def test_nothing_leaves_the_warp(monkeypatch, needs):
     assert not re.search(r"\b(?:bar|barrier)\.\S+", binary.asm["ptx"])
 
 
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_the_next_tokens_are_on_their_way(monkeypatch, needs):
+    """Where a program takes several: heads and gradients by 16 bytes, with nothing spilled."""
+
+    binary, *_ = compile_kernels(monkeypatch, tokens=4096, needs=needs)
+    sizes = re.findall(
+        r"cp\.async\.c[ag]\.shared\.global .*?, (\w+), ", binary.asm["ptx"]
+    )
+
+    assert set(sizes) == {"0x10"}
+    assert_nothing_is_spilled(binary)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_every_width_is_stored_by_16_bytes(monkeypatch, head_dim, dtype):

@@ -74,6 +74,7 @@ def arrangement(*tensors, names, tokens_per_program, heads_per_program):
         "grad_input": arrange_heads,
         "partial_sums": arrange_partial_sums,
         "eps": lambda tensor: tensor,
+        "pipeline_stages": lambda tensor: tensor,
     }
 
     return tuple(
@@ -162,12 +163,12 @@ def _add_heads(sums_by_head):
 
 
 def qk_norm_rope_backward_of_both(
-    grad_output, input, weight, rope, grad_input, partial_sums, eps
+    grad_output, input, weight, rope, grad_input, partial_sums, eps, pipeline_stages
 ):
     weight_row = ntl.cast(weight, ntl.float32)
     sums = ntl.zeros_like(ntl.cast(input[0], ntl.float32))
 
-    for token in range(input.shape[0]):
+    for token in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
         heads = ntl.cast(input[token], ntl.float32)
         grads = grad_output[token]
         table = rope[token]
@@ -192,10 +193,12 @@ def qk_norm_rope_backward_of_both(
     partial_sums = total  # noqa: F841
 
 
-def qk_norm_rope_backward_of_input(grad_output, input, weight, rope, grad_input, eps):
+def qk_norm_rope_backward_of_input(
+    grad_output, input, weight, rope, grad_input, eps, pipeline_stages
+):
     weight_row = ntl.cast(weight, ntl.float32)
 
-    for token in range(input.shape[0]):
+    for token in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
         heads = ntl.cast(input[token], ntl.float32)
         grads = grad_output[token]
         table = rope[token]
@@ -213,10 +216,12 @@ def qk_norm_rope_backward_of_input(grad_output, input, weight, rope, grad_input,
         grad_input[token] = ntl.cast(across * scale, input.dtype.dtype)
 
 
-def qk_norm_rope_backward_of_weight(grad_output, input, rope, partial_sums, eps):
+def qk_norm_rope_backward_of_weight(
+    grad_output, input, rope, partial_sums, eps, pipeline_stages
+):
     sums = ntl.zeros_like(ntl.cast(input[0], ntl.float32))
 
-    for token in range(input.shape[0]):
+    for token in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
         heads = ntl.cast(input[token], ntl.float32)
         grads = grad_output[token]
         table = rope[token]
@@ -254,8 +259,9 @@ def premake(
     dtype=None,
     eps_dtype=None,
 ):
-    """The kernel: grad_output, input, weight, rope, grad_input, partial_sums, eps.
+    """The kernel: grad_output, input, weight, rope, grad_input, partial_sums, eps, stages.
 
+    The last is compiled in: of how many tokens the tensors are on their way at once.
     `weight` and `grad_input` are absent without `of_input`, `partial_sums` without
     `of_weight`. `rope` is the real view `(tokens, head_dim)` of the table, `partial_sums`
     `(batch, runs of tokens, blocks of heads, head_dim)`; both are float32.
@@ -298,6 +304,7 @@ def premake(
         "grad_input": grad_input,
         "partial_sums": partial_sums,
         "eps": eps,
+        "pipeline_stages": Tensor(0, constexpr=True, name="pipeline_stages"),
     }
     application = _heads.specialize(_APPLICATIONS[of_input, of_weight])
     names = tuple(inspect.signature(application).parameters)

@@ -214,7 +214,9 @@ def _make_handles(layout, input, of_input, of_weight):
             head_dim=head_dim,
             of_input=of_input,
             of_weight=of_weight,
-            **dataclasses.asdict(config),
+            tokens_per_program=config.tokens_per_program,
+            heads_per_program=config.heads_per_program,
+            num_warps=config.num_warps,
         )
     ]
 
@@ -273,6 +275,12 @@ def _run(layout, grad_output, input, weight, table, grad_input, eps):
             arguments.append(partial_sums[start:stop].view(*shape, head_dim))
             start = stop
 
-        launch(layout.handles[0], input.device, *arguments, eps)
+        launch(
+            layout.handles[0],
+            input.device,
+            *arguments,
+            eps,
+            layout.config.pipeline_stages,
+        )
 
     return partial_sums
