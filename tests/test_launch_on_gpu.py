@@ -1,5 +1,6 @@
 """Launch plans on a real GPU: the same bits as the unpatched twin, whatever happens in between."""
 
+import json
 import os
 import subprocess
 import sys
@@ -345,6 +346,40 @@ def test_the_profiler_sees_every_launch():
     assert (
         sum(event.count for event in profiler.key_averages() if event.key == name) == 10
     )
+
+
+def test_proton_sees_every_launch(tmp_path):
+    """LP34: so does Triton's profiler, with its launch hooks on."""
+
+    proton = pytest.importorskip("triton.profiler", reason="this Triton has no proton")
+    pair = Results()
+    x, o = rows(), rows()
+
+    for _ in range(3):
+        pair.check(x, 0.5, o)
+
+    session = proton.start(str(tmp_path / "profile"), hook="triton")
+
+    try:
+        for _ in range(10):
+            pair.planned(x, 0.5, o)
+
+        torch.cuda.synchronize()
+    finally:
+        proton.finalize(session)
+
+    (profile,) = tmp_path.glob("profile*")
+    root = json.loads(profile.read_text())[0]
+
+    assert launches_of_profile(root, pair.planned._kernel.__name__) == 10
+
+
+def launches_of_profile(node, name):
+    """How often a kernel of this name was launched, in a tree of proton's."""
+
+    count = node["metrics"].get("count", 0) if node["frame"]["name"] == name else 0
+
+    return count + sum(launches_of_profile(child, name) for child in node["children"])
 
 
 def test_a_jagged_call_computes_what_the_twin_does():
