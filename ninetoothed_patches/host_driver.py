@@ -14,7 +14,9 @@ import types
 import triton
 from triton.backends.compiler import GPUTarget
 
-_SWITCH = threading.RLock()
+from ninetoothed_patches.locks import ProcessLock
+
+_SWITCH = ProcessLock()
 
 _TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -77,6 +79,10 @@ class _StandInDriver:
 
     utils = _StandInUtils()
 
+    def __init__(self):
+        # In which it stands in.
+        self.thread = threading.current_thread()
+
     def get_current_device(self):
         return 0
 
@@ -88,26 +94,47 @@ class _StandInDriver:
 def stand_in():
     """For the block's duration, let NineToothed make kernels on a machine where Triton has no driver.
 
-    Where there is a driver, nothing is changed.
+    Where there is a driver, nothing is changed. One thread at a time is within such a block.
     """
 
-    with _SWITCH:
+    with _SWITCH.held():
         if driver_is_present():
             yield
 
             return
 
-        config = triton.runtime.driver
-        config.set_active(_StandInDriver())
+        triton.runtime.driver.set_active(_StandInDriver())
 
         try:
             yield
         finally:
-            # `reset_active()` would ask for the default driver, which does not exist here.
-            if hasattr(config, "_active"):
-                config._active = None
-            else:
-                config.active = config.default
+            _withdraw()
+
+
+def _withdraw():
+    config = triton.runtime.driver
+
+    # `reset_active()` would ask for the default driver, which does not exist here.
+    if hasattr(config, "_active"):
+        config._active = None
+    else:
+        config.active = config.default
+
+
+def _withdraw_in_child():
+    """The thread within `stand_in()` is in the child only if it is the one that forked."""
+
+    config = triton.runtime.driver
+    active = getattr(config, "_active", None) or vars(config).get("active")
+
+    if (
+        isinstance(active, _StandInDriver)
+        and active.thread is not threading.current_thread()
+    ):
+        _withdraw()
+
+
+os.register_at_fork(after_in_child=_withdraw_in_child)
 
 
 class _Capture:
