@@ -45,6 +45,7 @@ BENCHMARKS = {
     "measure_first_call.py": "tuned: 0",
     "profile_launch.py": "not those of a device",
     "reproduce_submission.py": "mean nothing",
+    "soak.py": "not those of a device",
 }
 
 
@@ -166,10 +167,31 @@ def test_plots(tmp_path):
             for case, way, part, within in parts
         )
     )
+    soak = tmp_path / "soak.jsonl"
+    names = ("torch.add", "handle", "auto-tuned handle", "gated_rms_norm")
+    names += ("gated_rms_norm, out", "qk_norm_rope", "qk_norm_rope_pack_")
+    soak.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "benchmark": "soak",
+                    "device": "cuda",
+                    "calls": calls,
+                    "times": {f"{name} within": 2.0 for name in names},
+                    "host_mib": 100.0,
+                    "device_mib": 10.0,
+                    "environment": {"gpu": "some GPU", "date": "some day"},
+                }
+            )
+            + "\n"
+            for calls in (10, 20)
+        )
+    )
     run(
         "plot_results.py",
         *newest,
         profile,
+        soak,
         "--output",
         tmp_path,
     )
@@ -179,6 +201,7 @@ def test_plots(tmp_path):
         "gated_rms_norm-ratio.png",
         "launch-stages.png",
         "rope_pack-ladder.png",
+        "soak.png",
     ]
 
 
