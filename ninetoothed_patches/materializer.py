@@ -92,7 +92,10 @@ def make(arrangement, application, tensors, options, max_plans):
     """What `ninetoothed.make` returns, of a checked source and, if it is a handle, with launch plans."""
 
     check()
-    original = _original_call or _jit_module.JIT.__call__
+
+    with _SWITCH.held():
+        original = _original_call or _jit_module.JIT.__call__
+
     checked = type(
         "JIT",
         (_jit_module.JIT,),
