@@ -14,6 +14,7 @@ import types
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ninetoothed_patches import source_files
 from ninetoothed_patches.locks import ProcessLock
 
 _SWITCH = ProcessLock()
@@ -159,6 +160,7 @@ def compile_call(handle, *args, target, **kwargs):
     :param target: `"sm_80"`, `"sm_90"`, `"sm_100"`, `"gfx942"`, or a `GPUTarget`.
     :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
     :raises ValueError: If the target's name is not known.
+    :raises OSError: If Triton cannot use its cache.
     :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on.
     """
 
@@ -188,11 +190,14 @@ def compile_call(handle, *args, target, **kwargs):
         *args, **kwargs
     )
 
-    return triton.compile(
-        _source(handle._kernel, capture.args),
-        target=target,
-        options=dict(capture.options),
-    )
+    try:
+        return triton.compile(
+            _source(handle._kernel, capture.args),
+            target=target,
+            options=dict(capture.options),
+        )
+    except OSError as error:
+        raise source_files.name_triton_cache(error) from error.__cause__
 
 
 def _source(kernel, args):
