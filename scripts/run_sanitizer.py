@@ -401,8 +401,11 @@ def rope_gradients(device):
         yield functools.partial(gradients, call, tensors)
 
     # Each alone has a kernel of its own.
-    for tensor in tensors:
-        yield functools.partial(gradients, call, [tensor])
+    for tensors_of_call in ((input, weight.detach()), (input.detach(), weight)):
+        call = functools.partial(qk_norm_rope, *tensors_of_call, rope)
+        tensors = [tensor for tensor in tensors_of_call if tensor.requires_grad]
+
+        yield functools.partial(gradients, call, tensors)
 
 
 def pack_calls(device):
