@@ -32,6 +32,9 @@ EIGHT_PROCESSES = """
     import pathlib
     import sys
 
+    # The first handle with plans does.
+    import torch._dynamo
+
     import ninetoothed_patches
     from ninetoothed_patches import host_driver
     from ntops_ext._handles import import_kernels, make_handle
