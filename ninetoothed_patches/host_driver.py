@@ -14,7 +14,10 @@ import types
 import triton
 from triton.backends.compiler import GPUTarget
 
-_SWITCH = threading.RLock()
+from ninetoothed_patches import source_files
+from ninetoothed_patches.locks import ProcessLock
+
+_SWITCH = ProcessLock()
 
 _TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -77,6 +80,10 @@ class _StandInDriver:
 
     utils = _StandInUtils()
 
+    def __init__(self):
+        # In which it stands in.
+        self.thread = threading.current_thread()
+
     def get_current_device(self):
         return 0
 
@@ -88,26 +95,47 @@ class _StandInDriver:
 def stand_in():
     """For the block's duration, let NineToothed make kernels on a machine where Triton has no driver.
 
-    Where there is a driver, nothing is changed.
+    Where there is a driver, nothing is changed. One thread at a time is within such a block.
     """
 
-    with _SWITCH:
+    with _SWITCH.held():
         if driver_is_present():
             yield
 
             return
 
-        config = triton.runtime.driver
-        config.set_active(_StandInDriver())
+        triton.runtime.driver.set_active(_StandInDriver())
 
         try:
             yield
         finally:
-            # `reset_active()` would ask for the default driver, which does not exist here.
-            if hasattr(config, "_active"):
-                config._active = None
-            else:
-                config.active = config.default
+            _withdraw()
+
+
+def _withdraw():
+    config = triton.runtime.driver
+
+    # `reset_active()` would ask for the default driver, which does not exist here.
+    if hasattr(config, "_active"):
+        config._active = None
+    else:
+        config.active = config.default
+
+
+def _withdraw_in_child():
+    """The thread within `stand_in()` is in the child only if it is the one that forked."""
+
+    config = triton.runtime.driver
+    active = getattr(config, "_active", None) or vars(config).get("active")
+
+    if (
+        isinstance(active, _StandInDriver)
+        and active.thread is not threading.current_thread()
+    ):
+        _withdraw()
+
+
+os.register_at_fork(after_in_child=_withdraw_in_child)
 
 
 class _Capture:
@@ -132,6 +160,7 @@ def compile_call(handle, *args, target, **kwargs):
     :param target: `"sm_80"`, `"sm_90"`, `"sm_100"`, `"gfx942"`, or a `GPUTarget`.
     :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
     :raises ValueError: If the target's name is not known.
+    :raises OSError: If Triton cannot use its cache.
     :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on.
     """
 
@@ -161,11 +190,14 @@ def compile_call(handle, *args, target, **kwargs):
         *args, **kwargs
     )
 
-    return triton.compile(
-        _source(handle._kernel, capture.args),
-        target=target,
-        options=dict(capture.options),
-    )
+    try:
+        return triton.compile(
+            _source(handle._kernel, capture.args),
+            target=target,
+            options=dict(capture.options),
+        )
+    except OSError as error:
+        raise source_files.name_triton_cache(error) from error.__cause__
 
 
 def _source(kernel, args):

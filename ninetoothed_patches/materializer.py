@@ -11,6 +11,7 @@ from ninetoothed.tensor import Tensor
 
 from ninetoothed_patches import source_files, triton_abi
 from ninetoothed_patches.errors import UnsupportedVersionError
+from ninetoothed_patches.locks import ProcessLock
 from ninetoothed_patches.plan_cache import PlanCache
 
 SUPPORTED = "0.26"
@@ -19,6 +20,9 @@ SUPPORTED = "0.26"
 _jit_module = sys.modules[ninetoothed.jit.__module__]
 
 _original_call = None
+
+# Held while NineToothed is changed.
+_SWITCH = ProcessLock()
 
 
 def check():
@@ -49,9 +53,12 @@ def install(max_plans):
 
     check()
 
-    if _original_call is not None:
-        return
+    with _SWITCH.held():
+        if _original_call is None:
+            _original_call = _install(max_plans)
 
+
+def _install(max_plans):
     original = _jit_module.JIT.__call__
 
     def call(self):
@@ -62,7 +69,8 @@ def install(max_plans):
         return plan(_make_checked(original, self), max_plans())
 
     _jit_module.JIT.__call__ = call
-    _original_call = original
+
+    return original
 
 
 def uninstall():
@@ -70,9 +78,10 @@ def uninstall():
 
     global _original_call
 
-    if _original_call is not None:
-        _jit_module.JIT.__call__ = _original_call
-        _original_call = None
+    with _SWITCH.held():
+        if _original_call is not None:
+            _jit_module.JIT.__call__ = _original_call
+            _original_call = None
 
 
 def is_installed():
@@ -83,7 +92,10 @@ def make(arrangement, application, tensors, options, max_plans):
     """What `ninetoothed.make` returns, of a checked source and, if it is a handle, with launch plans."""
 
     check()
-    original = _original_call or _jit_module.JIT.__call__
+
+    with _SWITCH.held():
+        original = _original_call or _jit_module.JIT.__call__
+
     checked = type(
         "JIT",
         (_jit_module.JIT,),

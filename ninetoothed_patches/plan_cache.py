@@ -178,7 +178,7 @@ class PlanCache:
         self._reset()
         self._read = self._make_repeater = None
         self.entry = self._never_entry(never) if never else self._entry(parameters)
-        _CACHES.add(self)
+        _CACHES[self.number] = self
 
     def _reset(self):
         # The first is held while an ordinary call is watched or tunes, which takes as long as compiling; the second
@@ -656,14 +656,17 @@ def _is_capturing():
     return capturing is not None and capturing()
 
 
-# Every handle's cache, for as long as the handle lives.
-_CACHES = weakref.WeakSet()
+# Every handle's cache by its number, for as long as the handle lives.
+_CACHES = weakref.WeakValueDictionary()
 
 _NUMBERS = itertools.count()
 
 
 def caches():
-    return list(_CACHES)
+    # One step of the interpreter, unlike going through a weak set: another thread may make a handle meanwhile.
+    references = _CACHES.valuerefs()
+
+    return [cache for reference in references if (cache := reference()) is not None]
 
 
 def infos():

@@ -74,6 +74,27 @@ def load(name, path, source):
     return module
 
 
+def name_triton_cache(error):
+    """The error to raise in the place of an OSError of a compilation: if it is about Triton's cache, it says so.
+
+    :return: `error` itself where it is about something else.
+    """
+
+    folder = os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(
+        os.environ.get("TRITON_HOME", os.path.expanduser("~")), ".triton", "cache"
+    )
+
+    if not str(error.filename).startswith(folder):
+        return error
+
+    return OSError(
+        error.errno,
+        f"{error.strerror}; Triton keeps compiled kernels in a cache: set the environment variable TRITON_CACHE_DIR to a"
+        f" writable folder",
+        error.filename,
+    )
+
+
 def _unusable(folder, error):
     return SourceFolderError(
         f"NineToothed cannot use the folder {folder} that it keeps its generated kernels in ({error}). Set the environment"

@@ -1,15 +1,10 @@
 """Kernels made once and kept: a kernel's premake and choices in, its handle out."""
 
 import functools
-import threading
 
 # More than the widths, layouts and modes of any one program; a program that sweeps
 # more of them makes the oldest ones anew.
 MAX_HANDLES = 1024
-
-# `ninetoothed.make` writes the arrangement into the application's annotations, so two
-# threads that make kernels from one application would mix theirs.
-_MAKING = threading.RLock()
 
 
 def make_handle(premake, *, num_warps, num_stages=1, **keywords):
@@ -23,19 +18,23 @@ def make_handle(premake, *, num_warps, num_stages=1, **keywords):
     :raises RuntimeError: If NineToothed cannot keep its generated sources.
     """
 
-    with _MAKING:
+    from ninetoothed_patches import host_driver
+
+    # `ninetoothed.make` writes the arrangement into the application's annotations, so two
+    # threads that make kernels from one application would mix theirs. `stand_in` lets one
+    # thread in; with a lock of our own around it, a thread that is in already, and makes
+    # a kernel there, would take the two in the other order.
+    with host_driver.stand_in():
         return _make(premake, num_warps, num_stages, tuple(keywords.items()))
 
 
 @functools.lru_cache(MAX_HANDLES)
 def _make(premake, num_warps, num_stages, keywords):
     import ninetoothed_patches
-    from ninetoothed_patches import host_driver
 
-    with host_driver.stand_in():
-        return ninetoothed_patches.make(
-            *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
-        )
+    return ninetoothed_patches.make(
+        *premake(**dict(keywords)), num_warps=num_warps, num_stages=num_stages
+    )
 
 
 def import_kernels():

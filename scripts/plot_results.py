@@ -4,7 +4,8 @@
 
 Whatever the files hold is drawn: of benchmark_gated_rms_norm.py the ratio to `torch.add` by
 case, and TB/s by rows for shapes with several numbers of rows; of profile_launch.py the host
-time of a call by its parts; of benchmark_rope_pack.py the pack beside others and a copy.
+time of a call by its parts; of benchmark_rope_pack.py the pack beside others and a copy; of
+soak.py memory and host time over the calls.
 """
 
 import argparse
@@ -86,6 +87,7 @@ def main(arguments):
         "gated_rms_norm-bandwidth": ("gated_rms_norm", plot_bandwidth),
         "launch-stages": ("profile_launch", plot_stages),
         "rope_pack-ladder": ("rope_pack", plot_ladder),
+        "soak": ("soak", plot_soak),
     }
     drawn = 0
 
@@ -385,6 +387,61 @@ def plot_ladder(records):
         f"Q/K norm, rotation and pack, {shape.format(**records[0])}\n{where(records)}",
         fontsize=11,
     )
+
+    return figure
+
+
+def plot_soak(records):
+    """Memory, and the host time of each kind of call, over the calls so far."""
+
+    figure, (memory, time) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, layout="constrained"
+    )
+    calls = [record["calls"] for record in records]
+    memories = {
+        "host_mib": ("process, resident", BLACK),
+        "allocated_mib": ("PyTorch, allocated", BLUE),
+        "reserved_mib": ("PyTorch, reserved", ORANGE),
+        "device_mib": ("device, in use", GREEN),
+    }
+
+    for name, (label, color) in memories.items():
+        if name in records[0]:
+            values = [record[name] for record in records]
+            memory.plot(calls, values, color=color, label=label)
+
+    floors = [record["times"]["torch.add within"] for record in records]
+    kinds = [kind for kind in records[0]["times"] if kind.endswith(" within")]
+    colors = (BLACK, GREY, SKY, PURPLE, BLUE, GREEN, ORANGE)
+
+    for kind, color in zip(kinds, colors, strict=True):
+        name = kind.removesuffix(" within")
+
+        for suffix, style in (("within", "-"), ("beyond", ":")):
+            if name == "torch.add":
+                continue
+
+            ratios = [
+                record["times"].get(f"{name} {suffix}", math.nan) / floor
+                for record, floor in zip(records, floors, strict=True)
+            ]
+            label = name if suffix == "within" else None
+            time.plot(calls, ratios, color=color, linestyle=style, label=label)
+
+    memory.set_ylim(bottom=0)
+    memory.set_ylabel("MiB")
+    time.set_yscale("log")
+    time.set_ylabel("host time / torch.add (log scale)")
+    time.set_xlabel("calls (solid: of few shapes; dotted: of more than are remembered)")
+    time.xaxis.set_major_formatter("{x:,.0f}")
+
+    for axes in (memory, time):
+        _grid_behind(axes, "y")
+        axes.legend(
+            loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False
+        )
+
+    figure.suptitle(f"Calls of changing shapes\n{where(records)}", fontsize=11)
 
     return figure
 

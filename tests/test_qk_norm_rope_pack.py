@@ -601,9 +601,28 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     for inputs in kept:
         qk_norm_rope_pack_(*inputs.arguments())
 
-    (layout,) = _qk_norm_rope_pack.layouts._kept.values()
+    _qk_norm_rope_pack.layouts.clear()
 
-    assert len(layout.verdicts) <= 4
+
+def test_addresses_are_bounded_over_all_layouts(monkeypatch):
+    """A few addresses for each of many layouts are many; calls with forgotten ones are checked anew."""
+
+    monkeypatch.setattr(_layouts, "_MAX_ADDRESSES", 7)
+    _qk_norm_rope_pack.layouts.clear()
+    kept = [make_pack(tokens=tokens, head_dim=2) for tokens in (1, 2, 3) * 4]
+
+    for inputs in kept * 2:
+        expected = inputs.expected(reference.qk_norm_rope_pack_)
+
+        assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
+
+        found = [
+            len(layout.verdicts) for layout in _qk_norm_rope_pack.layouts._kept.values()
+        ]
+
+        assert 1 <= sum(found) <= 7
+
+    _qk_norm_rope_pack.layouts.clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 7), (1, 2, 3, 0)])

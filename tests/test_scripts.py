@@ -3,9 +3,11 @@
 Those that run kernels in Triton's interpreter are in interpreted/test_scripts.py.
 """
 
+import importlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +47,7 @@ BENCHMARKS = {
     "measure_first_call.py": "tuned: 0",
     "profile_launch.py": "not those of a device",
     "reproduce_submission.py": "mean nothing",
+    "soak.py": "not those of a device",
 }
 
 
@@ -80,6 +83,7 @@ def test_every_script_is_run_here_or_named(script):
         "benchmark_qk_norm_rope_backward.py": "needs a GPU",
         "plot_results.py": "has a test of its own",
         "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
+        "run_sanitizer.py": "has a test of its own",
         "run_tests.py": "runs this",
         "run_triton_versions.py": "makes environments",
         "update_readme_results.py": "has a test of its own",
@@ -89,6 +93,83 @@ def test_every_script_is_run_here_or_named(script):
     is_tested = script in BENCHMARKS or f'"{script.removesuffix(".py")}"' in interpreted
 
     assert is_tested != (script in untested)
+
+
+@pytest.mark.slow
+def test_the_sanitizer_is_shown_every_kernel():
+    """Calls of each kernel in ntops_ext/kernels, and of handles with plans."""
+
+    made = json.loads(run("run_sanitizer.py", "--device", "cpu").splitlines()[-1])
+    applications = re.compile(
+        r"^def (\w+_application|qk_norm_rope_pack_(?:in_place|from_\w+)"
+        r"|qk_norm_rope_backward_of_\w+)\(",
+        re.MULTILINE,
+    )
+    names = {
+        name
+        for path in (ROOT / "ntops_ext" / "kernels").glob("*.py")
+        for name in applications.findall(path.read_text())
+    }
+
+    assert len(names) > 10
+    assert names <= set(made["kernels"])
+    assert "launch_case_five_tensors" in made["kernels"]
+
+
+FAKE_SANITIZER = """\
+#!/bin/sh
+for argument in "$@"; do last=$argument; done
+if [ "$last" = overrun ]; then echo "========= ERROR SUMMARY: {found} errors"; exit; fi
+echo '{made}'
+echo "========= {summary}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "made", "summary", "status"),
+    [
+        (4, '{"calls": 1, "kernels": ["k"]}', "ERROR SUMMARY: 0 errors", 0),
+        (4, '{"calls": 1, "kernels": ["k"]}', "ERROR SUMMARY: 3 errors", 1),
+        # The calls did not come to their end, or the tool did not.
+        (4, "", "ERROR SUMMARY: 0 errors", 1),
+        (4, '{"calls": 1, "kernels": ["k"]}', "", 1),
+        # The tool finds nothing at all.
+        (0, '{"calls": 1, "kernels": ["k"]}', "ERROR SUMMARY: 0 errors", 1),
+        (
+            4,
+            '{"calls": 1, "kernels": ["k"]}',
+            "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
+            1,
+        ),
+        (
+            4,
+            '{"calls": 1, "kernels": ["k"]}',
+            "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+            0,
+        ),
+    ],
+)
+def test_the_sanitizer_s_verdict(
+    found, made, summary, status, tmp_path, monkeypatch, capsys
+):
+    """The exit status is 0 only if all was run, and nothing but the overrun on purpose was reported."""
+
+    run_sanitizer = importlib.import_module("run_sanitizer")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(FAKE_SANITIZER.format(found=found, made=made, summary=summary))
+    tool.chmod(0o755)
+    as_written = run_sanitizer.run
+
+    def run_without_gpu(prefix, process):
+        if prefix:
+            return as_written(prefix, process)
+
+        return '{"calls": 1, "kernels": ["k"]}\n'
+
+    monkeypatch.setattr(run_sanitizer, "run", run_without_gpu)
+
+    assert run_sanitizer.main(["--sanitizer", str(tool)]) == status
+    assert "memcheck" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -166,10 +247,31 @@ def test_plots(tmp_path):
             for case, way, part, within in parts
         )
     )
+    soak = tmp_path / "soak.jsonl"
+    names = ("torch.add", "handle", "auto-tuned handle", "gated_rms_norm")
+    names += ("gated_rms_norm, out", "qk_norm_rope", "qk_norm_rope_pack_")
+    soak.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "benchmark": "soak",
+                    "device": "cuda",
+                    "calls": calls,
+                    "times": {f"{name} within": 2.0 for name in names},
+                    "host_mib": 100.0,
+                    "device_mib": 10.0,
+                    "environment": {"gpu": "some GPU", "date": "some day"},
+                }
+            )
+            + "\n"
+            for calls in (10, 20)
+        )
+    )
     run(
         "plot_results.py",
         *newest,
         profile,
+        soak,
         "--output",
         tmp_path,
     )
@@ -179,6 +281,7 @@ def test_plots(tmp_path):
         "gated_rms_norm-ratio.png",
         "launch-stages.png",
         "rope_pack-ladder.png",
+        "soak.png",
     ]
 
 

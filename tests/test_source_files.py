@@ -13,12 +13,15 @@ import launch_kernels
 import ninetoothed.generation
 import pytest
 import torch
+from gated_rms_norm_binaries import compile_call
+from gated_rms_norm_calls import make_call
 from launch_helpers import applied
 from recording_driver import recording
 
 import ninetoothed_patches
 from ninetoothed_patches import SourceFolderError, host_driver, source_files
 from ntops_ext import _handles
+from ntops_ext.torch import _launch
 
 TESTS = pathlib.Path(__file__).resolve().parent
 
@@ -28,6 +31,9 @@ EIGHT_PROCESSES = """
     import multiprocessing
     import pathlib
     import sys
+
+    # The first handle with plans does.
+    import torch._dynamo
 
     import ninetoothed_patches
     from ninetoothed_patches import host_driver
@@ -86,11 +92,83 @@ EIGHT_PROCESSES = """
 """
 
 
-def start(script, home, **environment):
-    """A process of its own, with this home and no interpreter."""
+# 8 processes make their first call of two operators, in Triton's interpreter. Forked likewise.
+EIGHT_INTERPRETERS = """
+    import multiprocessing
+    import pathlib
 
-    environment = {**os.environ, "HOME": str(home), **environment}
-    environment.pop("TRITON_INTERPRET", None)
+    import torch
+
+    import ninetoothed_patches
+    from ninetoothed_patches import host_driver
+    from ntops_ext import reference
+    from ntops_ext._handles import import_kernels
+    from ntops_ext.torch import gated_rms_norm, qk_norm_rope
+
+    import_kernels()
+    assert ninetoothed_patches.apply()
+    assert host_driver.interpreter_is_on()
+    processes = multiprocessing.get_context("fork")
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 16, generator=generator)
+    heads = torch.randn(1, 3, 2, 8, generator=generator)
+    weight, rope = torch.ones(8), torch.ones(3, 4, dtype=torch.complex64)
+    expected = (
+        reference.gated_rms_norm(x, gate=x),
+        reference.qk_norm_rope(heads, weight, rope),
+    )
+
+    def call_both(barrier, results):
+        try:
+            barrier.wait(30)
+            actual = gated_rms_norm(x, gate=x), qk_norm_rope(heads, weight, rope)
+
+            for one, other in zip(actual, expected):
+                torch.testing.assert_close(one, other)
+
+            results.put("right")
+        except BaseException as error:
+            results.put(repr(error))
+
+    def run(number):
+        barrier, results = processes.Barrier(number), processes.Queue()
+        workers = [
+            processes.Process(target=call_both, args=(barrier, results))
+            for _ in range(number)
+        ]
+
+        for worker in workers:
+            worker.start()
+
+        answers = [results.get(timeout=60) for _ in workers]
+
+        for worker in workers:
+            worker.join(30)
+
+        assert answers == ["right"] * number, answers
+
+    run(1)
+    folder = pathlib.Path.home() / ".ninetoothed"
+    sources = {source: source.read_text() for source in folder.glob("*.py")}
+    assert len(sources) == 2, sources
+    half, absent = sources
+    half.write_text(sources[half][:200])
+    absent.unlink()
+    run(8)
+    assert {file: file.read_text() for file in folder.iterdir()} == sources
+"""
+
+
+def start(script, home, **environment):
+    """A process of its own, with this home, and without an interpreter unless it is asked for."""
+
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "HOME": str(home),
+        **environment,
+    }
 
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -133,6 +211,37 @@ def test_first_calls_of_eight_processes(tmp_path):
     _, errors = process.communicate(timeout=100)
 
     assert process.returncode == 0, errors
+
+
+def test_first_calls_of_eight_interpreters(tmp_path):
+    """The operators' results are right; Triton's cache, which may be anywhere, is not used."""
+
+    process = start(
+        EIGHT_INTERPRETERS,
+        tmp_path,
+        TRITON_INTERPRET="1",
+        TRITON_CACHE_DIR="/dev/null/cache",
+    )
+    _, errors = process.communicate(timeout=200)
+
+    assert process.returncode == 0, errors
+
+
+def test_what_is_compiled_offline_is_what_was_generated(folder, monkeypatch):
+    """The call's source was left by half, and is replaced before its binary is compiled."""
+
+    def compile_anew():
+        _handles._make.cache_clear()
+
+        return compile_call(monkeypatch, make_call(4, 56), "sm_90").asm["ptx"]
+
+    expected = compile_anew()
+    (source,) = folder.glob("*.py")
+    whole = source.read_text()
+    source.write_text(whole[:200])
+
+    assert compile_anew() == expected
+    assert source.read_text() == whole
 
 
 def test_what_is_executed_is_what_was_generated(source):
@@ -271,6 +380,50 @@ def test_a_triton_cache_that_cannot_be_written_to(monkeypatch, tmp_path):
         handle(x, 2.0, torch.empty_like(x))
 
         assert len(driver.records) == 1
+
+
+def test_operators_name_the_variable_of_tritons_cache(monkeypatch, tmp_path):
+    """Launched or compiled offline: the folder, why it cannot be used, and which variable sets it."""
+
+    folder = tmp_path / "a_file" / "cache"
+    folder.parent.write_text("not a folder")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    message = rf"TRITON_CACHE_DIR.*{folder}"
+    call = make_call(4, 72)
+    out = torch.full((4, 72), 7.0)
+    _handles._make.cache_clear()
+
+    with pytest.raises(NotADirectoryError, match=message):
+        compile_call(monkeypatch, call, "sm_90")
+
+    _handles._make.cache_clear()
+    monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
+
+    with recording() as driver:
+        with pytest.raises(NotADirectoryError, match=message):
+            call.run(out=out)
+
+        assert not driver.records
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        call.run(out=out)
+
+        assert len(driver.records) == 1
+
+    _handles._make.cache_clear()
+
+
+def test_other_errors_of_the_system_are_left_alone(monkeypatch):
+    """What fails for another reason, with or without a file, does not blame the cache."""
+
+    for error in (OSError("no reason"), FileNotFoundError(2, "none", "/usr/bin/ptxas")):
+
+        def fail(*args, error=error):
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            _launch.launch(fail, torch.device("cpu"))
+
+        assert raised.value is error
 
 
 def test_make_is_what_ninetoothed_makes_with_plans(source):

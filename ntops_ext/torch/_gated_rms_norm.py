@@ -114,7 +114,7 @@ def compute(
 
         if addresses not in layout.addresses:
             _check_overlap(input, weight, gate, bias, out)
-            _layouts.remember(layout.addresses, addresses, True)
+            _layouts_of_calls.remember_addresses(layout.addresses, addresses, True)
 
     if not _launch.runs_kernel(input):
         result = reference.gated_rms_norm(

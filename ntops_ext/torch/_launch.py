@@ -42,8 +42,19 @@ def launch(handle, device, *args):
     """Call a handle on `device`, whichever device is current.
 
     Triton launches on the current device, not on that of the tensors it is given.
+
+    :raises OSError: If Triton has to compile and cannot use its cache.
     """
 
+    try:
+        _launch(handle, device, *args)
+    except OSError as error:
+        from ninetoothed_patches import source_files
+
+        raise source_files.name_triton_cache(error) from error.__cause__
+
+
+def _launch(handle, device, *args):
     if device.type == "cpu":
         handle(*args)
 

@@ -7,9 +7,12 @@ from torch.autograd import forward_ad
 
 from ntops_ext.torch import _checks
 
-# A program that meets more layouts, or more addresses of one layout, forgets all of them
-# and checks anew. Addresses recur where an allocator caches.
+# A program that meets more layouts forgets all of them and checks anew.
 _MAX_REMEMBERED = 4096
+
+# Addresses recur where an allocator caches, but nothing says how many there are. They are
+# bounded over all layouts of an operator: a call's are 180 bytes where they are two.
+_MAX_ADDRESSES = 16384
 
 # In C, because every call pays for it.
 _describe = operator.attrgetter("shape", "dtype", "device", "layout")
@@ -30,6 +33,8 @@ class Layouts:
         self._optional = frozenset(optional)
         self._check = check
         self._kept = {}
+        # For each call whose addresses are remembered, the dict that they are in.
+        self._found = []
 
     def get(self, mode, tensors, arguments, *options):
         """What is kept about the layout of a call.
@@ -60,7 +65,11 @@ class Layouts:
         if kept is None:
             self._check_kinds(arguments)
             kept = self._check(*arguments, *options)
-            remember(self._kept, key, kept)
+
+            if len(self._kept) >= _MAX_REMEMBERED:
+                self.clear()
+
+            self._kept[key] = kept
 
         return kept
 
@@ -69,17 +78,24 @@ class Layouts:
             if argument is not None or name not in self._optional:
                 _checks.check_tensor(name, argument)
 
+    def remember_addresses(self, found, addresses, verdict):
+        """Put what was found out about a call's addresses into a dict of its layout.
+
+        Where there are too many, those of all layouts are forgotten.
+        """
+
+        if len(self._found) >= _MAX_ADDRESSES:
+            for other in self._found:
+                other.clear()
+
+            self._found.clear()
+
+        self._found.append(found)
+        found[addresses] = verdict
+
     def clear(self):
         self._kept.clear()
-
-
-def remember(found, key, value):
-    """Put a pair into a dict that is bounded."""
-
-    if len(found) >= _MAX_REMEMBERED:
-        found.clear()
-
-    found[key] = value
+        self._found.clear()
 
 
 def requires_grad(tensors):

@@ -73,7 +73,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
 
         if addresses not in layout.addresses:
             _check_aliases(*arguments)
-            _layouts.remember(layout.addresses, addresses, True)
+            layouts.remember_addresses(layout.addresses, addresses, True)
 
     return _compute(layout, input, weight, rope, eps, out, whole_call)
 

@@ -110,7 +110,7 @@ def qk_norm_rope_pack_(
 
     if prefixes_are_kept is None:
         prefixes_are_kept = _check_aliases(layout, arguments)
-        _layouts.remember(layout.verdicts, addresses, prefixes_are_kept)
+        layouts.remember_addresses(layout.verdicts, addresses, prefixes_are_kept)
 
     if not runs_kernel(q):
         _check_writable(q, k_out, v_out)
