@@ -312,3 +312,36 @@ def test_second_gradients_are_refused():
             result.square().sum(), leaf, create_graph=True
         )
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_without_a_trace(device):
+    """On a device that this machine need not have: the shapes and strides of results, and no kernel."""
+
+    with FakeTensorMode():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        input, weight = empty(8, 4).t(), empty(8)
+        norm = GatedRMSNorm(8, device=device).requires_grad_(False)
+        heads, rope = empty(1, 3, 2, 8), empty(3, 4, dtype=torch.complex64)
+        prefix = empty(1, 0, 2, 8)
+        packed = [empty(1, 3, 2, 8) for _ in range(3)]
+        results = [
+            gated_rms_norm(input, weight, input),
+            norm(input),
+            qk_norm_rope(heads.expand(2, -1, -1, -1), weight, rope),
+            gated_rms_norm(input, out=empty(4, 8)),
+        ]
+
+        assert qk_norm_rope_pack_(
+            *packed, weight, weight, rope, prefix, prefix
+        ) == tuple(packed)
+
+    for result, shape in zip(
+        results, ((4, 8), (4, 8), (2, 3, 2, 8), (4, 8)), strict=True
+    ):
+        assert (result.shape, result.dtype) == (shape, torch.bfloat16)
+        assert result.device.type == device
+        assert result.is_contiguous()
