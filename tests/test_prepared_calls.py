@@ -536,6 +536,18 @@ class Nothing(TorchDispatchMode):
         self.names.append(function.name())
 
 
+def test_any_number_of_groups_is_one_launch(driver):
+    """Case G7: one group or many, by one kernel: none is computed by PyTorch's operators."""
+
+    arguments, _ = norm_arguments(columns=8192)
+
+    for groups in (1, 2, 8, 64):
+        driver.clear()
+        ntops_ext.torch.gated_rms_norm(*arguments, group_size=8192 // groups)
+
+        assert len(driver.take()) == 1
+
+
 @pytest.mark.parametrize("case", ["norm, out", "rope, out", "pack"])
 def test_a_mode_is_not_passed_over(driver, case):
     """It sees the operator, and a call that was prepared launches nothing behind its back."""
