@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from ntops_ext import reference
 from ntops_ext.torch import gated_rms_norm
@@ -159,6 +160,117 @@ def test_any_number_of_rows(device, rows):
     assert_right(*call, gradients(*call))
 
 
+@pytest.mark.parametrize("num_rows", [2, 4, 16, 32])
+def test_fewer_rows_than_multiprocessors(device, num_rows):
+    """Case D1: programs without a row of their own read and write nothing."""
+
+    call = make(device, rows=(num_rows,), columns=512, bias=True)
+    assert_right(*call, gradients(*call))
+
+
+def test_sums_over_rows_are_in_float32(device):
+    """In bfloat16 the gradients of the parameters would lose most of these rows."""
+
+    call = make(device, rows=(64,), columns=16, bias=True, dtypes=(torch.bfloat16,) * 4)
+    assert_right(*call, gradients(*call))
+
+
+@pytest.mark.parametrize("odd_one", NAMES)
+def test_a_gradient_has_the_dtype_of_its_tensor(device, odd_one):
+    """Case X10: float32 among bfloat16 is rounded to float32."""
+
+    dtypes = [torch.float32 if name == odd_one else torch.bfloat16 for name in NAMES]
+    call = make(device, rows=(3,), columns=16, bias=True, dtypes=dtypes)
+    actual = gradients(*call)
+    assert_right(*call, actual)
+    assert [gradient.dtype for gradient in actual] == dtypes
+
+
+@pytest.mark.parametrize("columns", [64, 1024])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_gates_of_zero(device, columns, norm_before_gate):
+    """Case D2: where silu is 0 a quotient by it would be NaN, and what is saved is the gated result."""
+
+    grad_output, tensors, options = make(
+        device, rows=(2,), columns=columns, norm_before_gate=norm_before_gate
+    )
+    tensors[2][:, ::3] = 0.0
+    tensors[2][1, 1::3] = -0.0
+    actual = gradients(grad_output, tensors, options)
+    assert_right(grad_output, tensors, options, actual)
+
+    input, weight, gate, _ = tensors
+    matrix = torch.ones(columns, 2, device=device, requires_grad=True)
+    output = gated_rms_norm(input, weight, gate, **options)
+    (output @ matrix).sum().backward()
+    torch.testing.assert_close(
+        matrix.grad, output.sum(0)[:, None].expand(-1, 2), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_an_incoming_gradient_is_only_read(device):
+    """Case D5: a sum hands one gradient to both of its terms; a second pass doubles all."""
+
+    grad_output, tensors, _ = make(device)
+    before = grad_output.clone()
+    expected = gradients(grad_output, tensors, {})
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    other = torch.zeros_like(grad_output, requires_grad=True)
+    total = gated_rms_norm(*leaves) + other
+
+    for passes in (1, 2):
+        total.backward(grad_output, retain_graph=True)
+
+        assert torch.equal(grad_output, before)
+        assert torch.equal(other.grad, passes * grad_output)
+
+        for leaf, gradient in zip(leaves, expected, strict=False):
+            assert torch.equal(leaf.grad, passes * gradient)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_call_has_the_same_gradients(device, use_reentrant):
+    """What is computed again is computed from the saved input, once."""
+
+    grad_output, tensors, _ = make(device, rows=(3,))
+    expected = gradients(grad_output, tensors, {})
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    output = torch.utils.checkpoint.checkpoint(
+        gated_rms_norm, *leaves, use_reentrant=use_reentrant
+    )
+    output.backward(grad_output)
+
+    for leaf, gradient in zip(leaves, expected, strict=False):
+        assert torch.equal(leaf.grad, gradient)
+
+
+def test_steps_of_training(device):
+    """Case G1: groups, first gated: gradients of the same groups make the loss fall, and nothing is NaN."""
+
+    # A step takes the interpreter a second.
+    num_steps = 5 if device == "cpu" else 100
+    grad_output, (input, weight, gate, _), _ = make(device, rows=(2,), columns=16)
+    leaves = [tensor.requires_grad_() for tensor in (input, weight, gate)]
+    losses = []
+
+    for _ in range(num_steps):
+        output = gated_rms_norm(
+            input, weight, gate, group_size=8, norm_before_gate=False
+        )
+        loss = (output - grad_output).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf -= 0.05 * leaf.grad
+                leaf.grad = None
+
+    assert all(leaf.isfinite().all() for leaf in leaves)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
 def test_only_what_is_needed_is_computed(device):
     """Each alone, and the two of rows, have the bits that they have when all are asked for."""
 
@@ -200,6 +312,40 @@ def test_strides_do_not_change_a_rows_bits(device):
     # What is added over rows is added in an order that depends on how rows can be merged.
     assert torch.equal(actual[0], expected[0])
     assert torch.equal(actual[2], expected[2])
+
+
+def test_columns_apart(device):
+    """Case L3: every tensor with a stride between its columns, and the gradient transposed; none is changed."""
+
+    grad_output, (input, weight, gate, bias), _ = make(
+        device, rows=(3,), columns=64, bias=True
+    )
+    dense = grad_output, (input, weight, gate, bias), {}
+
+    def apart(tensor):
+        return torch.stack([tensor, torch.full_like(tensor, 1e4)], -1)[..., 0]
+
+    strided = (
+        grad_output.t().contiguous().t(),
+        (
+            apart(input),
+            apart(weight),
+            gate.t().contiguous().t(),
+            bias[:1].expand(64),
+        ),
+        {},
+    )
+    memory = [strided[0], *strided[1]]
+    before = [tensor.clone() for tensor in memory]
+    dense[1][3].copy_(bias[:1].expand(64))
+    actual = gradients(*strided)
+    assert_right(*strided, actual)
+
+    for index in (0, 2):
+        assert torch.equal(actual[index], gradients(*dense)[index])
+
+    for tensor, old in zip(memory, before, strict=True):
+        assert torch.equal(tensor, old)
 
 
 def test_a_rows_gradients_depend_on_the_row_alone(device):

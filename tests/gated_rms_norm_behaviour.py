@@ -621,6 +621,41 @@ def test_few_and_single_dimensions(device, shape):
     call.check(result)
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (1, 1, 64), (64,)], ids=str)
+def test_the_stride_of_a_single_row_means_nothing(device, shape, is_kernel):
+    """However large it is: nothing is ever that far away."""
+
+    call = make_call(*shape, dtype=torch.float16, device=device)
+    expected = call.run()
+    strides = (2**40, 2**31 + 5, 1)[-len(shape) :]
+
+    def senseless(tensor):
+        return tensor.as_strided(shape, strides)
+
+    out = senseless(torch.empty_like(expected))
+    call = call.with_tensors(
+        input=senseless(call.tensors["input"]), gate=senseless(call.tensors["gate"])
+    )
+
+    for actual in (call.run(), call.run(out=out)):
+        call.check(actual)
+        assert torch.equal(actual, expected) or not is_kernel
+
+
+def test_columns_apart_in_both_passes(device):
+    """A group that is read twice is read in the same places."""
+
+    call = make_call(2, BY_PIECES, dtype=torch.float16, bias=True, device=device)
+    views = {
+        name: lay_out(call.tensors[name], "every_second_column")[0]
+        for name in ("input", "gate")
+    }
+    call = call.with_tensors(**views)
+    out, base = lay_out(torch.empty_like(views["input"]), "columns_first")
+    call.check(call.run(out=out))
+    assert_only_written(base, out)
+
+
 @pytest.mark.parametrize("mode", ["norm_first-silu", "gate_first-silu"])
 @pytest.mark.parametrize("group_size", [8192 + 24, 16384 + 8])
 def test_layouts_of_wide_groups(device, group_size, mode):

@@ -290,6 +290,93 @@ def test_inductor_packs_in_place():
         assert_equal_bits(tensor, twin)
 
 
+@pytest.mark.slow
+@needs_inductor
+def test_inductor_keeps_apart_what_is_written():
+    """Results that are allocated in the graph, a clone of what is written, and views from outside of one buffer."""
+
+    def function(input, weight, first, second):
+        clone = input[1:].clone()
+        gated_rms_norm(clone, weight, out=clone)
+        one, other = torch.empty_like(input), torch.empty_like(input)
+        gated_rms_norm(input, weight, out=one)
+        gated_rms_norm(input, weight, weight_offset=1.0, out=other)
+        columns = torch.tanh(input)
+        gated_rms_norm(columns[:, :4], out=columns[:, :4])
+        gated_rms_norm(first, weight, out=first)
+        gated_rms_norm(first, weight, out=second)
+
+        return clone, one, other, columns, first + second
+
+    generator = torch.Generator().manual_seed(0)
+    input, weight = torch.randn(5, 8, generator=generator), torch.ones(8)
+    buffers = [torch.arange(32.0).view(2, 2, 8) for _ in range(2)]
+    torch._dynamo.reset()
+    actual = torch.compile(function, fullgraph=True)(input, weight, *buffers[0])
+    expected = function(input, weight, *buffers[1])
+
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+    torch.testing.assert_close(buffers[0], buffers[1])
+
+
+def test_one_memory_for_two_arguments_is_refused_in_a_graph():
+    """Where a compiler drops the clone of what is written, the operator gets one memory twice: no wrong result."""
+
+    rows, weight = torch.randn(4, 8), torch.ones(8)
+    options = 1e-5, 8, True, "silu", 0.0
+    before = rows.clone()
+
+    with pytest.raises(ValueError, match="`out`.*`gate`"):
+        OPERATORS.gated_rms_norm_out(
+            torch.ones(4, 8), weight, rows, None, *options, rows
+        )
+
+    assert torch.equal(rows, before)
+
+    expected = gated_rms_norm(rows, weight)
+    OPERATORS.gated_rms_norm_out(rows, weight, None, None, *options, rows)
+
+    assert torch.equal(rows, expected)
+
+    q, *others = pack_arguments("cpu")
+    others[5:] = others[5:7] + [q, None]
+    others[4] = torch.view_as_real(others[4])
+    before = q.clone()
+
+    with pytest.raises(ValueError, match="`q`.*`k_src`"):
+        OPERATORS.qk_norm_rope_pack(q, *others, 1e-6)
+
+    assert torch.equal(q, before)
+
+
+def test_regions_of_a_graph():
+    """A region that is compiled once and called twice, and the branches of a condition."""
+
+    @torch.compiler.nested_compile_region
+    def region(input):
+        return 1 + gated_rms_norm(input)
+
+    def function(input):
+        input = torch.cond(
+            input.sum() > 0,
+            lambda input: gated_rms_norm(input.t().contiguous().t()),
+            lambda input: gated_rms_norm(input, eps=1.0),
+            (input,),
+        )
+
+        return region(region(input))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    for sign in (1, -1):
+        input = sign * torch.rand(4, 8)
+
+        torch.testing.assert_close(compiled(input), function(input))
+
+
 def test_second_gradients_are_refused():
     """By an error, of the operator or of `torch.compile`, not by a wrong number."""
 
@@ -312,3 +399,36 @@ def test_second_gradients_are_refused():
             result.square().sum(), leaf, create_graph=True
         )
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_without_a_trace(device):
+    """On a device that this machine need not have: the shapes and strides of results, and no kernel."""
+
+    with FakeTensorMode():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        input, weight = empty(8, 4).t(), empty(8)
+        norm = GatedRMSNorm(8, device=device).requires_grad_(False)
+        heads, rope = empty(1, 3, 2, 8), empty(3, 4, dtype=torch.complex64)
+        prefix = empty(1, 0, 2, 8)
+        packed = [empty(1, 3, 2, 8) for _ in range(3)]
+        results = [
+            gated_rms_norm(input, weight, input),
+            norm(input),
+            qk_norm_rope(heads.expand(2, -1, -1, -1), weight, rope),
+            gated_rms_norm(input, out=empty(4, 8)),
+        ]
+
+        assert qk_norm_rope_pack_(
+            *packed, weight, weight, rope, prefix, prefix
+        ) == tuple(packed)
+
+    for result, shape in zip(
+        results, ((4, 8), (4, 8), (2, 3, 2, 8), (4, 8)), strict=True
+    ):
+        assert (result.shape, result.dtype) == (shape, torch.bfloat16)
+        assert result.device.type == device
+        assert result.is_contiguous()

@@ -225,6 +225,39 @@ def test_disagreement_is_said_once(monkeypatch):
     assert cache.get(FakeDevice, torch.bfloat16, 128) is found
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_does_not_reach_in(monkeypatch, default):
+    """Model loaders set it: rows stay float32 and tables complex64, whenever the first call comes."""
+
+    order = ("vectors", "decreasing")
+    seen = []
+
+    def mean(rows):
+        # PyTorch's mean of another dtype is another kernel, with an order of its own.
+        return reference.sum_in_order(
+            rows if rows.dtype is torch.float32 else rows.flip(-1), order
+        ) * (1 / 128)
+
+    def run_kernel(input, weight, rope, rounding):
+        seen.append((input.dtype, weight.dtype, rope.dtype))
+
+        return reference.qk_norm_rope(input, weight, rope)
+
+    cache = make_cache(monkeypatch, run_kernel)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+
+    try:
+        found = _eager.observe_order(CPU, 128, num_rows=8, num_calls=16, mean=mean)
+        rounding = cache.get(FakeDevice, torch.float16, 128)
+    finally:
+        torch.set_default_dtype(before)
+
+    assert found == order
+    assert rounding.is_reproduced
+    assert set(seen) == {(torch.float16, torch.float16, torch.complex64)}
+
+
 def test_what_is_unknown_is_not_compared(monkeypatch):
     """Where an observation failed there is nothing that could be equal."""
 

@@ -441,7 +441,9 @@ def _large_call(device, *shape, mode, group_size=None, gate_stride=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["norm_first-silu", "gate_first-silu"])
-@pytest.mark.parametrize("num_rows, width", [(2**20 + 1, 2048), (2**19 + 1, 4096)])
+@pytest.mark.parametrize(
+    "num_rows, width", [(2**20 + 1, 2048), (2**19 + 1, 4096), (2**23 + 16, 256)]
+)
 def test_a_row_more_than_2_to_the_31_elements(device, num_rows, width, mode):
     """Case S1: 2^31 elements and a row, of both tensors."""
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from recording_driver import recording
 from rope_inputs import make_pack, make_rope
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ninetoothed_patches
 import ntops_ext
@@ -521,3 +523,79 @@ def test_the_number_of_remembered_layouts_bounds_prepared_calls(driver, monkeypa
         warm("gated_rms_norm", *norm_arguments(rows=rows))
 
     assert len(_gated_rms_norm._layouts_of_calls._kept) <= 2
+
+
+class Nothing(TorchDispatchMode):
+    """Notes what passes, and does not do it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+
+
+def test_any_number_of_groups_is_one_launch(driver):
+    """Case G7: one group or many, by one kernel: none is computed by PyTorch's operators."""
+
+    arguments, _ = norm_arguments(columns=8192)
+
+    for groups in (1, 2, 8, 64):
+        driver.clear()
+        ntops_ext.torch.gated_rms_norm(*arguments, group_size=8192 // groups)
+
+        assert len(driver.take()) == 1
+
+
+@pytest.mark.parametrize("case", ["norm, out", "rope, out", "pack"])
+def test_a_mode_is_not_passed_over(driver, case):
+    """It sees the operator, and a call that was prepared launches nothing behind its back."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    operator = getattr(ntops_ext.torch, name)
+
+    for _ in range(3):
+        operator(*arguments, **keywords)
+
+    assert is_prepared(name, arguments, keywords)
+
+    driver.clear()
+
+    with Nothing() as mode:
+        operator(*arguments, **keywords)
+
+    assert not driver.take()
+    assert any(seen.startswith(f"ntops_ext::{name.rstrip('_')}") for seen in mode.names)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_fake_tensor_is_not_taken_for_a_prepared_one(driver, name):
+    """Nothing is launched: it has no address."""
+
+    make = {
+        "gated_rms_norm": norm_arguments,
+        "qk_norm_rope": rope_arguments,
+        "qk_norm_rope_pack_": pack_arguments,
+    }[name]
+    arguments, keywords = make()
+    operator = getattr(ntops_ext.torch, name)
+
+    for _ in range(3):
+        operator(*arguments, **keywords)
+
+    assert is_prepared(name, arguments, keywords)
+
+    driver.clear()
+
+    with FakeTensorMode() as mode:
+        fakes = [
+            mode.from_tensor(argument)
+            if isinstance(argument, torch.Tensor)
+            else argument
+            for argument in arguments
+        ]
+        operator(*fakes, **keywords)
+
+    assert not driver.take()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from qk_norm_rope_behaviour import *  # noqa: F403
 from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
 
 from ntops_ext import configs, reference
@@ -22,6 +23,11 @@ from ntops_ext.torch._eager import RoundingCache
 pytestmark = pytest.mark.gpu
 
 SOURCES = ["", "k", "v", "kv"]
+
+
+@pytest.fixture(scope="module")
+def device():
+    return "cuda"
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from qk_norm_rope_behaviour import *  # noqa: F403
 from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
 
 from ntops_ext import reference
@@ -18,6 +19,11 @@ from ntops_ext.torch import (
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SOURCES = ["", "k", "v", "kv"]
+
+
+@pytest.fixture(scope="module")
+def device():
+    return "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +40,7 @@ def clone_all(inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [2, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [2, 64, 96, 128, 512])
 def test_definition_rounds_where_it_says(dtype, head_dim):
     """Within one rounding of a float64 chain that rounds at the same three points."""
 
@@ -414,6 +420,12 @@ REFUSALS = {
     ),
     "q-rank": (replaced("q", lambda q: q[0]), ValueError, "`q`.*four dimensions"),
     "q-wide-heads": (replaced("q", wide_heads), ValueError, "`q`.*densely.*strides"),
+    "k_out-packed-with-v": (
+        # K and V beside one another in the width of a cache.
+        replaced("k_out", lambda one: torch.cat([one, one], 3)[..., :128]),
+        ValueError,
+        "`k_out`.*densely.*strides",
+    ),
     "k_src-wide-heads": (
         replaced("k_src", wide_heads),
         ValueError,

@@ -210,9 +210,7 @@ def observe_order(device, head_dim, *, num_rows, num_calls, mean=_mean):
     128 rows in all: two orders agree on all of them with a probability of 1e-10.
     """
 
-    terms = torch.rand(
-        (num_calls, num_rows, head_dim), generator=_generator(device), device=device
-    )
+    terms = torch.rand((num_calls, num_rows, head_dim), **_random_float32(device))
     means = torch.stack([mean(rows) for rows in terms])
 
     for order in candidate_orders(head_dim):
@@ -287,16 +285,14 @@ def _only(is_seen, first, second):
 
 
 def _cases(device, dtype, head_dim):
-    generator = _generator(device)
-    weight = torch.randn(head_dim, generator=generator, device=device).to(dtype)
+    options = _random_float32(device)
+    weight = torch.randn(head_dim, **options).to(dtype)
 
     def make_heads(*shape):
-        return torch.randn(*shape, head_dim, generator=generator, device=device).to(
-            dtype
-        )
+        return torch.randn(*shape, head_dim, **options).to(dtype)
 
     def make_table(tokens):
-        angles = torch.rand(tokens, head_dim // 2, generator=generator, device=device)
+        angles = torch.rand(tokens, head_dim // 2, **options)
 
         return torch.polar(torch.ones_like(angles), 6.28 * angles)
 
@@ -341,6 +337,15 @@ def _one_head_a_token(heads, weight, rope):
 
 def _generator(device):
     return torch.Generator(device).manual_seed(20261130)
+
+
+def _random_float32(device):
+    # The default dtype is the caller's, and may be anything.
+    return {
+        "generator": _generator(device),
+        "device": device,
+        "dtype": torch.float32,
+    }
 
 
 def _bits(tensor):

@@ -89,6 +89,12 @@ def compute(
     arguments = (input, weight, gate, bias, out)
     tensors = [tensor for tensor in arguments if tensor is not None]
     options = (eps, group_size, norm_before_gate, activation, weight_offset)
+
+    as_operator = _launch.dispatched("gated_rms_norm", tensors, out is not None)
+
+    if as_operator is not None:
+        return as_operator(input, weight, gate, bias, *options, out)
+
     # Types, because 1 equals True and 1.0.
     mode = (*options, *map(type, options), *[tensor is None for tensor in arguments])
     layout = _layouts_of_calls.get(mode, tensors, arguments, *options)

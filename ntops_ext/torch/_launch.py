@@ -1,9 +1,14 @@
-"""Where an operator runs: on which device, as a kernel or as its definition."""
+"""Where an operator runs: on which device, as a kernel or as its definition, and who has to see the call before."""
 
 import functools
 import math
 
 import torch
+
+# Tensors whose memory holds their elements; a `Buffer` is one of the first kind.
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def runs_kernel(tensor):
@@ -35,6 +40,59 @@ def shared_memory(device):
         properties,
         "shared_memory_per_block_optin",
         properties.shared_memory_per_block,
+    )
+
+
+def dispatched(name, tensors, writes):
+    """The function of `_compiled` to make a call with, or None where the call goes on as it is.
+
+    PyTorch's dispatcher has to see a call where a tensor wraps others (`DTensor`) or stands
+    for none (`FakeTensor`), for its address is no kernel's business, and where a mode or a
+    transform of `torch.func` is active: what is allocated within one may be fake. The
+    definition, which consists of PyTorch's own operators, can do with all of these, except
+    that addresses are compared where something given is written.
+
+    :param name: The operator's.
+    :param tensors: Those of the call, the one that says where it runs first.
+    :param writes: Whether one of them is written.
+    :raises NotImplementedError: If `torch.func` differentiates the call.
+    """
+
+    # Private names for what has no public ones.
+    is_transformed = torch._C._are_functorch_transforms_active()
+
+    if not (
+        is_transformed
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _has_dispatch_of_its_own(tensors)
+    ):
+        return None
+
+    is_kernel = not isinstance(tensors[0], torch.Tensor) or runs_kernel(tensors[0])
+
+    if not is_kernel and not writes:
+        return None
+
+    if is_transformed and any(
+        isinstance(tensor, torch.Tensor)
+        and torch._C._functorch.is_gradtrackingtensor(tensor)
+        for tensor in tensors
+    ):
+        raise NotImplementedError(
+            f"`{name}` has no gradients for the transforms of torch.func: use"
+            f" torch.autograd, or the definition in `ntops_ext.reference`, which has them."
+        )
+
+    # Imported here, because it is made of the modules that call this function.
+    from ntops_ext.torch import _compiled
+
+    return getattr(_compiled, name)
+
+
+def _has_dispatch_of_its_own(tensors):
+    return not _PLAIN_TYPES.issuperset(map(type, tensors)) and any(
+        getattr(type(tensor), "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH
+        for tensor in tensors
     )
 
 

@@ -17,7 +17,7 @@ from ntops_ext.torch import (
 )
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
-from ntops_ext.torch._launch import launch, runs_kernel
+from ntops_ext.torch._launch import dispatched, launch, runs_kernel
 
 _NAMES = ("input", "weight", "rope", "out")
 
@@ -53,6 +53,12 @@ def qk_norm_rope(input, weight, rope, eps, out):
     whole_call = (input, weight, rope, eps, out)
     arguments = (input, weight, rope, out)
     tensors = arguments[:3] if out is None else arguments
+
+    as_operator = dispatched("qk_norm_rope", tensors, out is not None)
+
+    if as_operator is not None:
+        return as_operator(*whole_call)
+
     layout = layouts.get(out is None, tensors, arguments)
 
     result = _prepared_calls.repeat(layout.prepared, whole_call)

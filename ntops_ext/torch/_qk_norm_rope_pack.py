@@ -8,7 +8,7 @@ from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
 from ntops_ext.torch import _checks, _heads, _layouts, _prepared, _rows
 from ntops_ext.torch._chunks import plan_chunks
-from ntops_ext.torch._launch import launch, runs_kernel
+from ntops_ext.torch._launch import dispatched, launch, runs_kernel
 from ntops_ext.torch._qk_norm_rope import eager_roundings
 
 _NAMES = (
@@ -89,6 +89,11 @@ def qk_norm_rope_pack_(
 
     if v_src is not None:
         tensors += (v_src,)
+
+    as_operator = dispatched("qk_norm_rope_pack_", tensors, True)
+
+    if as_operator is not None:
+        return as_operator(*whole_call)
 
     layout = layouts.get((k_src is None, v_src is None), tensors, arguments)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from huge_storage import reserve
+from qk_norm_rope_behaviour import *  # noqa: F403
 from rope_inputs import assert_equal_bits, make_pack, make_rope
 
 from ntops_ext import configs, reference
@@ -25,6 +26,12 @@ from ntops_ext.torch import (
 )
 
 SMALL = {"tokens": 3, "prefix": 2, "heads": 3, "kv_heads": 3}
+
+
+@pytest.fixture(scope="module")
+def device():
+    return "cpu"
+
 
 rounds_fma_once = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
@@ -307,6 +314,7 @@ def test_bfloat16_is_within_its_roundings():
         {"heads": 1, "kv_heads": 1, "tokens": 1, "prefix": 1},
         {"padding": 5},
         {"padding": 8},
+        {"heads": 2, "kv_heads": 1, "tokens": 1, "prefix": 1, "head_dim": 512},
         {"batch": 2, "heads": 40, "kv_heads": 40, "tokens": 1, "head_dim": 4},
     ],
     ids=str,

@@ -1,0 +1,186 @@
+"""Tensors that PyTorch's dispatcher takes apart: without memory of their own, in a mode, in a transform of `torch.func`."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ntops_ext.torch import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack_
+
+OPERATORS = ["gated_rms_norm", "qk_norm_rope"]
+
+
+class Wrapper(torch.Tensor):
+    """Holds its elements in another tensor, as `DTensor` and quantised tensors do, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(value):
+            return value.inner if isinstance(value, cls) else value
+
+        def wrap(value):
+            return cls(value) if isinstance(value, torch.Tensor) else value
+
+        return tree_map(
+            wrap, function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        )
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of this library that pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "ntops_ext":
+            self.names.append(function.name())
+
+        return function(*args, **(kwargs or {}))
+
+
+def call(name, *leading):
+    """A function of the first argument of an operator, that argument, and a function of the second, the weight."""
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    weight = draw(4)
+
+    if name == "gated_rms_norm":
+        return gated_rms_norm, draw(*leading, 2, 4), weight, ()
+
+    rope = torch.polar(torch.ones(2, 2), draw(2, 2))
+
+    return qk_norm_rope, draw(*leading, 1, 2, 1, 4), weight, (rope,)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_wrapper_is_computed_by_what_it_wraps(name, position):
+    """No kernel gets the address of a tensor that has no memory."""
+
+    function, *tensors, others = call(name)
+    expected = function(*tensors, *others)
+    tensors[position] = Wrapper(tensors[position])
+    result = function(*tensors, *others)
+
+    assert type(result) is Wrapper
+    assert torch.equal(result.inner, expected)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_wrapper_has_gradients(name):
+    """Those of what it wraps."""
+
+    function, input, weight, others = call(name)
+    wrapped = Wrapper(input).requires_grad_()
+    function(wrapped, weight, *others).sum().backward()
+    input.requires_grad_()
+    function(input, weight, *others).sum().backward()
+
+    assert torch.equal(wrapped.grad.inner, input.grad)
+
+
+def test_what_is_written_may_be_a_wrapper():
+    """A result that was given, and the three tensors of the pack."""
+
+    input, out = torch.randn(2, 2, 4)
+    gated_rms_norm(Wrapper(input), out=Wrapper(out))
+
+    assert torch.equal(out, gated_rms_norm(input))
+
+    weight, rope = torch.ones(4), torch.full((2, 2), 1j)
+    written = [torch.randn(1, 2, 1, 4) for _ in range(3)]
+    twins = [tensor.clone() for tensor in written]
+    prefix = torch.zeros(1, 0, 1, 4)
+    others = weight, weight, rope, prefix, prefix
+    qk_norm_rope_pack_(*map(Wrapper, written), *others)
+    qk_norm_rope_pack_(*twins, *others)
+
+    for tensor, twin in zip(written, twins, strict=True):
+        assert torch.equal(tensor, twin)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_fake_tensor_gives_a_fake_one(name):
+    """Of the right layout, and nothing is launched, whatever was called before."""
+
+    function, input, weight, others = call(name)
+
+    for _ in range(3):
+        expected = function(input, weight, *others)
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (input, weight, *others)]
+        result = function(*fakes)
+
+    assert isinstance(result, FakeTensor)
+    assert (result.shape, result.stride()) == (expected.shape, expected.stride())
+    assert result.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_mode_sees_the_operator(name):
+    """Counters of operations and policies of checkpointing do; however often the call came before."""
+
+    function, input, weight, others = call(name)
+
+    for _ in range(3):
+        expected = function(input, weight, *others)
+
+    with Seen() as seen:
+        result = function(input, weight, *others)
+
+    assert seen.names == [f"ntops_ext::{name}"]
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_gradients_of_torch_func_are_refused(name):
+    """PyTorch has none of custom operators; the message says what has them."""
+
+    function, input, weight, others = call(name)
+
+    with pytest.raises(NotImplementedError, match=f"`{name}`.*torch.func.*autograd"):
+        torch.func.grad(lambda one: function(one, weight, *others).sum())(input)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_wrong_is_refused_in_a_mode(name):
+    """With the messages of any other call."""
+
+    function, _, weight, others = call(name)
+
+    for wrong in (None, [1.0]):
+        with Seen(), pytest.raises(TypeError, match="`input` must be a tensor"):
+            function(wrong, weight, *others)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap(name):
+    """One call after another."""
+
+    function, inputs, weight, others = call(name, 2)
+    result = torch.func.vmap(lambda input: function(input, weight, *others))(inputs)
+    expected = torch.stack([function(input, weight, *others) for input in inputs])
+
+    assert torch.equal(result, expected)
