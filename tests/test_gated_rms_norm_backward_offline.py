@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from gated_rms_norm_binaries import contractible_sums
 
 from ninetoothed_patches import host_driver
 from ntops_ext.torch import _gated_rms_norm_backward, _launch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-@pytest.mark.parametrize("columns", [128, 1280, 20000])
-def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
-    """Groups of one program and of several pieces: the interpreter runs what a compiler refuses."""
+def compile_kernels(monkeypatch, dtype, norm_before_gate, columns):
+    """The PTX of one call, in the order of its launches."""
 
     binaries = []
 
@@ -37,5 +35,25 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
         0.0,
         (True,) * 4,
     )
+
+    return binaries
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("columns", [128, 1280, 20000])
+def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
+    """Groups of one program and of several pieces: the interpreter runs what a compiler refuses."""
+
+    binaries = compile_kernels(monkeypatch, dtype, norm_before_gate, columns)
+
     assert binaries
     assert all(".target sm_90" in binary for binary in binaries)
+
+
+@pytest.mark.parametrize("columns", [128, 20000])
+def test_no_sum_of_a_product_is_left_to_the_compiler(monkeypatch, columns):
+    """Whether Triton fuses products into sums changes no bit: there are none to fuse."""
+
+    for binary in compile_kernels(monkeypatch, torch.float32, True, columns):
+        assert contractible_sums(binary) == []

@@ -281,6 +281,21 @@ def test_q_and_k_may_be_added_in_different_orders(round_as):
     assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments())[:2], expected)
 
 
+@needs_fma
+def test_all_heads_of_a_call_decide_on_the_order(round_as):
+    """Sixteen of two batch entries are not few."""
+
+    few, many = ("vectors", "decreasing"), ("folded_vectors", "decreasing")
+    round_as(many, few=few)
+    inputs = make_pack(batch=2, tokens=1, heads=8, head_dim=256, dtype=torch.float32)
+    arguments = (inputs.q, inputs.q_weight, inputs.rope)
+
+    assert_equal_bits(
+        [qk_norm_rope(*arguments)],
+        [written_out(*arguments, order=many, **OWN_ROUNDING)],
+    )
+
+
 def test_bfloat16_is_within_its_roundings():
     """A unit for each of the three roundings, which the interpreter truncates."""
 
