@@ -1116,7 +1116,7 @@ _KERNELS = (
 
     total""",
         promise="What pads a program adds nothing to the gradient of the weight, NaN neither.",
-        tests=(_PADDING + "::test_gradients_of_qk_norm_rope",),
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_each_alone_has_the_bits_of_both",),
     ),
     Mutation(
         name="rope-gradient-of-absent-tokens",

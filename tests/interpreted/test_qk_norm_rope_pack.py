@@ -287,13 +287,16 @@ def test_all_heads_of_a_call_decide_on_the_order(round_as):
 
     few, many = ("vectors", "decreasing"), ("folded_vectors", "decreasing")
     round_as(many, few=few)
-    inputs = make_pack(batch=2, tokens=1, heads=8, head_dim=256, dtype=torch.float32)
-    arguments = (inputs.q, inputs.q_weight, inputs.rope)
-
-    assert_equal_bits(
-        [qk_norm_rope(*arguments)],
-        [written_out(*arguments, order=many, **OWN_ROUNDING)],
+    inputs = make_pack(
+        batch=2, tokens=1, heads=8, head_dim=256, dtype=torch.float32, seed=4
     )
+    arguments = (inputs.q, inputs.q_weight, inputs.rope)
+    expected, other = (
+        written_out(*arguments, order=order, **OWN_ROUNDING) for order in (many, few)
+    )
+
+    assert not torch.equal(expected, other)
+    assert_equal_bits([qk_norm_rope(*arguments)], [expected])
 
 
 def test_bfloat16_is_within_its_roundings():
