@@ -693,7 +693,7 @@ _PREPARED_CALLS = tuple(
         old="        if len(launches) == 1:\n            _prepare(",
         new="        if launches:\n            _prepare(",
         promise="A call of several launches is not prepared as its first one.",
-        tests=(_PREPARED,),
+        tests=(_PREPARED + "::test_a_call_of_several_launches_is_not_prepared",),
     ),
 )
 
@@ -1012,7 +1012,7 @@ _KERNELS = (
         old="        absent_heads = grid[2] * num_heads - tensor.shape[2]\n",
         new="        absent_heads = 0\n",
         promise="Heads beyond the last are neither read nor written.",
-        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+        tests=(_ROPE_KERNEL + "::test_shapes_and_strides",),
     ),
     Mutation(
         name="pack-prefix-is-one-row-longer",
