@@ -1,5 +1,7 @@
 """The gradients of `gated_rms_norm`, compiled for a GPU that is not there."""
 
+import re
+
 import pytest
 import torch
 from gated_rms_norm_binaries import contractible_sums
@@ -51,12 +53,19 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
     assert all(".target sm_90" in binary for binary in binaries)
 
 
-@pytest.mark.parametrize("columns", [128, 20000])
+@pytest.mark.parametrize("columns", [128, pytest.param(20000, marks=pytest.mark.slow)])
 def test_no_sum_of_a_product_is_left_to_the_compiler(monkeypatch, columns):
     """Whether Triton fuses products into sums changes no bit: there are none to fuse."""
 
-    # Otherwise Triton has fused them by now.
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    num_fused = []
 
-    for binary in compile_kernels(monkeypatch, torch.float32, True, columns):
-        assert contractible_sums(binary) == []
+    for fusion in ("0", "1"):
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", fusion)
+        binaries = compile_kernels(monkeypatch, torch.float32, True, columns)
+        num_fused.append([len(re.findall(r"\bfma\.rn", one)) for one in binaries])
+
+        for binary in binaries:
+            assert contractible_sums(binary) == []
+
+    assert num_fused[0] == num_fused[1]
+    assert num_fused[0][0] > 0

@@ -359,6 +359,28 @@ def test_launch_choices_change_no_bit(launch_as, heads_per_program):
     assert_equal_bits(inputs.written(), expected.written())
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(1, 3), (3, 1)])
+def test_every_head_has_a_program(launch_as, heads, kv_heads):
+    """Where K has more blocks of heads than q, or fewer."""
+
+    launch_as(1, 1)
+    inputs = make_pack(
+        tokens=1,
+        prefix=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        dtype=torch.float16,
+    )
+    expected = inputs.expected(reference.qk_norm_rope_pack_)
+    actual = qk_norm_rope_pack_(*inputs.arguments())
+
+    for one, other in zip(actual, expected, strict=True):
+        assert reference.rotation_error(one, other) <= 1
+
+    inputs.assert_canaries()
+
+
 def test_packed_views_and_kept_prefixes():
     """Views of one tensor; prefixes, K and V that lie in place already (L7)."""
 
