@@ -1223,7 +1223,7 @@ _KERNELS = (
         new="""\
         held_weight = ntl.cast(
             ntl.cast(
-                weight_offset + ntl.cast(first_weight, ntl.float32), output.dtype
+                weight_offset + ntl.cast(first_weight, ntl.float32), first_weight.dtype
             ),
             ntl.float32,
         )
