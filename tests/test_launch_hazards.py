@@ -400,6 +400,20 @@ def test_one_address_with_three_layouts_has_three_plans(scale):
     assert scale.counts == (3, 3, 0)
 
 
+def test_shapes_of_as_many_elements_and_the_same_strides_have_their_own_plans(driver):
+    """LP22: rows may overlap, and then strides and the number of elements are not the shape."""
+
+    pair = Pair("scale_strided", driver)
+    x, o = torch.zeros(2, 1024, dtype=torch.bfloat16)
+
+    for _ in range(2):
+        for shape in ((8, 128), (4, 256)):
+            views = [tensor.as_strided(shape, (128, 1)) for tensor in (x, o)]
+            pair.call(views[0], 0.5, views[1])
+
+    assert pair.counts == (2, 2, 0)
+
+
 # Devices.
 
 
