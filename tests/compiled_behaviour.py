@@ -9,7 +9,12 @@ from comparison import assert_equal_bits
 from gated_rms_norm_calls import MODES, make_call
 
 from ntops_ext.nn import GatedRMSNorm
-from ntops_ext.torch import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack_
+from ntops_ext.torch import (
+    _gated_rms_norm_backward,
+    gated_rms_norm,
+    qk_norm_rope,
+    qk_norm_rope_pack_,
+)
 
 each_tracing = pytest.mark.parametrize(
     "dynamic", [False, True], ids=["static", "dynamic"]
@@ -357,9 +362,18 @@ def test_gradients_of_rope_are_those_of_an_eager_call(device, compiled, dynamic)
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight", "gate", "bias"])
-def test_only_the_gradients_that_are_asked_for(device, compiled, wanted):
-    """One tensor alone may require one."""
+def test_only_the_gradients_that_are_asked_for(device, compiled, wanted, monkeypatch):
+    """One tensor alone may require one, and no other is computed."""
 
+    needs = set()
+    backward = _gated_rms_norm_backward.backward
+
+    def watch(*arguments):
+        needs.add(tuple(arguments[-1]))
+
+        return backward(*arguments)
+
+    monkeypatch.setattr(_gated_rms_norm_backward, "backward", watch)
     call = make_call(4, 8, bias=True, device=device)
     call.tensors[wanted].requires_grad_()
     function = compiled(lambda tensors: gated_rms_norm(**tensors))
@@ -371,6 +385,9 @@ def test_only_the_gradients_that_are_asked_for(device, compiled, wanted):
     assert all(
         tensor.grad is None for name, tensor in call.tensors.items() if name != wanted
     )
+    assert needs == {
+        tuple(name == wanted for name in ("input", "weight", "gate", "bias"))
+    }
 
 
 # Errors.

@@ -4,8 +4,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from ntops_ext import reference
-from ntops_ext.torch import gated_rms_norm
+from ntops_ext import configs, reference
+from ntops_ext.torch import (
+    _gated_rms_norm_backward,
+    _launch,
+    _rows,
+    gated_rms_norm,
+)
 from ntops_ext.torch._gated_rms_norm_backward import backward
 
 NAMES = ("input", "weight", "gate", "bias")
@@ -130,6 +135,25 @@ def assert_right(grad_output, tensors, options, actual):
 
 def _truncates(tensor):
     return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
+@pytest.fixture
+def choose_anew():
+    """A function that forgets what was chosen for layouts, as a test changes choices."""
+
+    forget = _gated_rms_norm_backward._layouts_of_calls.clear
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch, choose_anew):
+    """Groups of more than 16 columns are taken in pieces of 16."""
+
+    monkeypatch.setattr(configs, "_MAX_SUMMED_LANES", 16)
+    monkeypatch.setattr(configs, "_COLUMNS_PER_SUMMED_PIECE", 16)
+    monkeypatch.setattr(configs, "STATISTICS_COLUMNS_PER_PIECE", 16)
+    choose_anew()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -373,3 +397,106 @@ def test_a_gradient_of_another_shape_is_refused(device):
 
     with pytest.raises(ValueError, match="grad_output"):
         backward(grad_output[:2], *tensors, *options, (True,) * 4)
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_wide_groups(device, small_pieces, norm_before_gate):
+    """Taken in pieces, of which the last is not whole; each group has its own parameters."""
+
+    call = make(
+        device,
+        rows=(1,),
+        columns=48,
+        group_size=24,
+        bias=True,
+        norm_before_gate=norm_before_gate,
+    )
+    assert_right(*call, gradients(*call))
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_no_eps(device, norm_before_gate):
+    """What pads rows and columns has no norm, and makes NaN of no gradient."""
+
+    call = make(device, columns=12, eps=0.0, norm_before_gate=norm_before_gate)
+    assert_right(*call, gradients(*call))
+
+
+def test_an_eps_that_a_gpu_takes_for_zero(device, monkeypatch, choose_anew):
+    """A subnormal one is added, and rows behind the last are padded as if there were none."""
+
+    make_handle = _gated_rms_norm_backward.make_handle
+    paddings = []
+
+    def watch(premake, **keywords):
+        paddings.append(keywords.get("padding"))
+
+        return make_handle(premake, **keywords)
+
+    monkeypatch.setattr(_gated_rms_norm_backward, "make_handle", watch)
+    choose_anew()
+
+    for eps, padding in ((2.0**-126, 0), (2.0**-127, 1)):
+        paddings.clear()
+        call = make(device, columns=16, gate=False, eps=eps)
+        assert_right(*call, gradients(*call))
+        # The sum of partial sums has none.
+        assert paddings == [padding, None]
+
+
+def test_a_wide_open_sigmoid(device):
+    """Its slope, however small, keeps its digits."""
+
+    grad_output, (input, weight, gate, _), options = make(
+        device, columns=16, activation="sigmoid"
+    )
+    call = (grad_output, (input, weight, gate + 14, None), options)
+    assert_right(*call, gradients(*call))
+
+
+def test_every_partial_sum_is_written(device, monkeypatch, choose_anew):
+    """Of more rows than there are programs; memory that nobody writes is NaN."""
+
+    monkeypatch.setattr(configs, "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    choose_anew()
+    # 7 tiles of 64 rows, by 5 programs at most: 4 programs take 2 each.
+    call = make(device, rows=(445,), columns=16, gate=False, bias=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    try:
+        assert torch.empty(1, device=device).isnan()
+
+        actual = gradients(*call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert_right(*call, actual)
+
+
+def test_a_call_that_is_cut(device, monkeypatch, choose_anew):
+    """Where offsets would pass the bound, in launches whose partial sums are all added."""
+
+    call = make(device, rows=(5,), columns=16, bias=True)
+    whole = gradients(*call)
+    launches = []
+    launch = _launch.launch
+
+    def counting_launch(handle, *arguments):
+        launches.append(handle)
+        launch(handle, *arguments)
+
+    monkeypatch.setattr(_rows.split_rows, "__defaults__", (50,))
+    choose_anew()
+
+    with monkeypatch.context() as patch:
+        leaves = [one.detach().requires_grad_() for one in call[1]]
+        output = gated_rms_norm(*leaves[:3], bias=leaves[3])
+        patch.setattr(_launch, "launch", counting_launch)
+        cut = torch.autograd.grad(output, leaves, call[0])
+
+    # Of 2 rows and of 3, then the sums for weight and bias.
+    assert len(launches) == 4
+    assert_right(*call, cut)
+    assert torch.equal(cut[0], whole[0])
+    assert torch.equal(cut[2], whole[2])

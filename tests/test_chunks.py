@@ -1,9 +1,11 @@
 """How a call is cut so that offsets fit: every row once, every offset small."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ntops_ext.torch import _heads
 from ntops_ext.torch._chunks import MAX_OFFSET, Chunk, Rows, plan_chunks
 
 
@@ -90,3 +92,13 @@ def test_chunks_cover_a_call_exactly(max_offset, batch, prefix, tokens, width, p
             )
 
             assert largest <= max_offset
+
+
+def test_a_table_is_addressed_as_real_numbers():
+    """Its rows are twice as far apart as those of complex ones."""
+
+    apart = torch.empty_strided(
+        (3, 4), (2**29, 1), dtype=torch.complex64, device="meta"
+    )
+
+    assert len(plan_chunks(1, 3, [_heads.rows_of_table(apart)])) == 2

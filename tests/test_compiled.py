@@ -139,6 +139,18 @@ def test_each_custom_operator_has_a_sample():
     assert names == {operator.__name__ for operator, _ in SAMPLES.values()}
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_inductor_hands_over_the_strides_of_eager_code(name):
+    """It chooses layouts for operators that do not say otherwise; which, depends on its release."""
+
+    operator, _ = SAMPLES[name]
+    exact = getattr(
+        torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order
+    )
+
+    assert exact in operator.default.tags
+
+
 LAYOUTS = {
     "dense": lambda: torch.empty(17, 2, 4, 128),
     "transposed": lambda: torch.empty(17, 2, 4, 128).transpose(0, 1),

@@ -206,6 +206,38 @@ def test_agreement_is_remembered(monkeypatch):
     assert len(calls) == num_comparisons > 0
 
 
+def test_each_dtype_is_compared_by_itself(monkeypatch):
+    """What agrees in one dtype need not in another."""
+
+    dtypes = []
+
+    def run_kernel(input, weight, rope, rounding):
+        dtypes.append(input.dtype)
+
+        return reference.qk_norm_rope(input, weight, rope)
+
+    cache = make_cache(monkeypatch, run_kernel)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        cache.get(FakeDevice, dtype, 128)
+
+    assert set(dtypes) == {torch.bfloat16, torch.float16}
+
+
+def test_the_modes_of_the_caller_do_not_reach_in():
+    """Nothing is observed under autocast, in inference mode or with gradients."""
+
+    with (
+        torch.inference_mode(),
+        torch.enable_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        with _eager._no_modes(CPU):
+            assert not torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+
+
 def test_disagreement_is_said_once(monkeypatch):
     """A kernel that differs in one bit is not called equal, and a warning says where."""
 

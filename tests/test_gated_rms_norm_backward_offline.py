@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from gated_rms_norm_binaries import contractible_sums
 
 from ninetoothed_patches import host_driver
 from ntops_ext.torch import _gated_rms_norm_backward, _launch
@@ -107,3 +108,24 @@ def test_rows_are_read_and_written_widely(monkeypatch, columns):
     assert bytes_read == {size}
     # A row of partial sums is written by 16 bytes.
     assert stores <= {vector, "v4"} and vector in stores
+
+
+@pytest.mark.parametrize("columns", [128, pytest.param(20000, marks=pytest.mark.slow)])
+def test_no_sum_of_a_product_is_left_to_the_compiler(monkeypatch, columns):
+    """Whether Triton fuses products into sums changes no bit: there are none to fuse."""
+
+    num_fused = []
+
+    for fusion in ("0", "1"):
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", fusion)
+        binaries = compile_launches(
+            monkeypatch, columns=columns, dtype=torch.float32, norm_before_gate=True
+        )
+        ptx = [binary["ptx"] for binary in binaries]
+        num_fused.append([len(re.findall(r"\bfma\.rn", one)) for one in ptx])
+
+        for one in ptx:
+            assert contractible_sums(one) == []
+
+    assert num_fused[0] == num_fused[1]
+    assert num_fused[0][0] > 0

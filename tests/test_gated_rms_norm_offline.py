@@ -201,6 +201,17 @@ def test_no_sum_of_a_product_is_left_to_the_compiler(monkeypatch, dtype, width, 
     assert num_fused[0] == num_fused[1] > 0
 
 
+@pytest.mark.parametrize("mode", ["norm_first-silu", "gate_first-sigmoid"])
+def test_float32_divides_and_takes_roots_with_rounding(monkeypatch, mode):
+    """A GPU's own inverse root and quotient are 2 units in the last place of a float32 off."""
+
+    call = make_call(2, 128, mode=mode, dtype=torch.float32)
+    ptx = compile_call(monkeypatch, call, "sm_90").asm["ptx"]
+    operations = set(re.findall(r"\b(?:r?sqrt|div)\.[\w.]+", ptx))
+
+    assert operations == {"sqrt.rn.f32", "div.rn.f32"}
+
+
 def test_what_looks_for_contractible_sums_finds_one():
     """The test above can fail."""
 

@@ -400,6 +400,20 @@ def test_one_address_with_three_layouts_has_three_plans(scale):
     assert scale.counts == (3, 3, 0)
 
 
+def test_shapes_of_as_many_elements_and_the_same_strides_have_their_own_plans(driver):
+    """LP22: rows may overlap, and then strides and the number of elements are not the shape."""
+
+    pair = Pair("scale_strided", driver)
+    x, o = torch.zeros(2, 1024, dtype=torch.bfloat16)
+
+    for _ in range(2):
+        for shape in ((8, 128), (4, 256)):
+            views = [tensor.as_strided(shape, (128, 1)) for tensor in (x, o)]
+            pair.call(views[0], 0.5, views[1])
+
+    assert pair.counts == (2, 2, 0)
+
+
 # Devices.
 
 
@@ -419,16 +433,28 @@ def test_each_device_has_its_own_plan():
         assert pair.counts == (4, 2, 0)
 
 
-def test_tensors_on_another_device_go_the_ordinary_way(driver, scale):
-    """LP25: no plan is made or used, and the call is counted."""
+@pytest.mark.parametrize("home", ["cuda:0", "cpu:1"])
+def test_tensors_on_another_device_go_the_ordinary_way(driver, scale, home):
+    """LP25: no plan is made or used, and the call is counted; also on another one of the same type."""
 
-    driver.get_active_torch_device = lambda: torch.device("cuda", 0)
+    driver.get_active_torch_device = lambda: torch.device(home)
 
     for _ in range(2):
         scale.call(rows(), 0.5, rows())
 
     assert scale.info.bypasses == {"foreign device": 2}
     assert scale.info.plans == 0
+
+
+def test_a_plan_is_not_for_tensors_on_another_device(driver, scale):
+    """LP25: the same layout at home has a plan, and it is not used."""
+
+    for device in ("cpu", "cpu", "meta", "meta"):
+        tensors = [tensor.to(device) for tensor in (rows(), rows())]
+        scale.call(tensors[0], 0.5, tensors[1])
+
+    assert scale.info.bypasses == {"foreign device": 2}
+    assert scale.counts == (1, 1, 2)
 
 
 # Streams and capture.
@@ -772,6 +798,36 @@ def test_debug_is_another_kernel(scale, monkeypatch):
     assert scale.counts == (3, 2, 0)
     assert compilations(scale.planned) == 2
     assert debug.grid == plain.grid
+
+
+@pytest.mark.parametrize(
+    "knob, value",
+    [("instrumentation_mode", "other"), ("fpsan_homomorphic_casts", True)],
+)
+def test_what_triton_reads_on_each_call_is_another_plan(
+    scale, monkeypatch, knob, value
+):
+    """LP44: a plan is not used while a knob stands otherwise, and is used again afterwards."""
+
+    if knob not in triton.runtime.JITFunction.run.__code__.co_names:
+        pytest.skip(f"this Triton does not read {knob} on each call")
+
+    x, o = rows(), rows()
+
+    for _ in range(2):
+        scale.planned(x, 0.5, o)
+
+    assert scale.counts == (1, 1, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.compilation, knob, value)
+        scale.planned(x, 0.5, o)
+
+    assert scale.counts == (1, 2, 0)
+
+    scale.planned(x, 0.5, o)
+
+    assert scale.counts == (2, 2, 0)
 
 
 # Threads. Tuned kernels are in test_triton_runtime_auto_tuning.
@@ -1245,6 +1301,30 @@ def test_every_reason_is_counted_under_its_own_name(driver, hooks):
         "foreign device": 1,
     }
     assert pair.counts == (0, 0, 5)
+
+
+def test_a_launch_function_that_passes_other_tensors_has_no_plans(driver):
+    """A plan would launch with the addresses of the call's own tensors."""
+
+    handle = launch_kernels.scale()
+    launch, kernel = handle._launch, handle._kernel.__name__
+    sizes = "{0}, {0}.size(0), {0}.stride(0), {0}.stride(1)"
+    source = (
+        f"def {launch.__name__}(x, s, o):\n"
+        f"    y = x.clone()\n"
+        f"    {kernel}[lambda meta: (2,)]("
+        f"{sizes.format('o')}, {sizes.format('y')}, s, num_warps=4, num_stages=2)\n"
+    )
+    names = dict(launch.__globals__)
+    exec(source, names)
+    handle._launch = names[launch.__name__]
+    planned = ninetoothed_patches.planned(handle)
+
+    for _ in range(2):
+        planned(rows(), 0.5, rows())
+
+    assert len(driver.take()) == 2
+    assert planned.cache_info().bypasses == {"unexpected kernel arguments": 2}
 
 
 def test_dynamo_traces_through_the_unpatched_launch_function(driver):

@@ -141,6 +141,17 @@ def test_the_decorator_is_covered_as_well(driver):
     assert isinstance(decorated, materializer.PlannedHandle)
 
 
+def test_the_decorator_for_another_caller_is_left_alone(driver):
+    """LP13: its launch function is not one that PyTorch's tensors are passed to."""
+
+    with applied():
+        decorated = ninetoothed.jit(caller="cuda", num_warps=4, num_stages=2)(
+            _annotated()
+        )
+
+    assert not isinstance(decorated, materializer.PlannedHandle)
+
+
 def _annotated():
     x, s, o = launch_kernels._rows(
         ninetoothed.Tensor(shape=(None, 128), name="x"),

@@ -1,5 +1,6 @@
 """Operators: a call that was prepared launches what the same call launches when it goes the whole way."""
 
+import functools
 import gc
 import itertools
 import random
@@ -23,6 +24,7 @@ from ntops_ext.torch import (
     _prepared,
     _qk_norm_rope,
     _qk_norm_rope_pack,
+    _rows,
 )
 
 # Module, and the name of its layouts.
@@ -444,6 +446,32 @@ def test_written_tensors_count_a_version(driver, monkeypatch, case):
     before = [tensor._version for tensor in written]
     assert is_prepared(name, arguments, keywords)
     assert [tensor._version for tensor in written] == [one + 1 for one in before]
+
+
+@pytest.mark.parametrize("case", ["norm", "rope", "pack"])
+def test_a_call_of_several_launches_is_not_prepared(driver, monkeypatch, case):
+    """It is cut where offsets are too large; the first of its launches is not the call."""
+
+    monkeypatch.setattr(_rows.split_rows, "__defaults__", (500,))
+
+    for module in (_qk_norm_rope, _qk_norm_rope_pack):
+        cut = functools.partial(module.plan_chunks, max_offset=500)
+        monkeypatch.setattr(module, "plan_chunks", cut)
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    counts = set()
+
+    for _ in range(5):
+        driver.clear()
+
+        with torch.no_grad():
+            getattr(ntops_ext.torch, name)(*arguments, **keywords)
+
+        counts.add(len(driver.take()))
+
+    assert len(counts) == 1
+    assert counts.pop() > 1
 
 
 def test_a_row_of_plans_that_are_dropped(driver, monkeypatch):

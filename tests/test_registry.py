@@ -121,6 +121,22 @@ def test_an_operator_that_ntops_ships_stays(monkeypatch):
     assert ntops.torch.__all__ == ["add", "gated_rms_norm"]
 
 
+def test_an_operator_that_ntops_lists_and_makes_later_stays(ntops):
+    """A listed name is taken, though nothing stands under it yet."""
+
+    ntops.torch.__all__.append("gated_rms_norm")
+
+    with pytest.warns(RuntimeWarning, match="ntops.torch has a gated_rms_norm"):
+        names = ntops_ext.register()
+
+    assert "ntops.torch.gated_rms_norm" not in names
+    assert not hasattr(ntops.torch, "gated_rms_norm")
+
+    ntops_ext.unregister()
+
+    assert ntops.torch.__all__ == ["add", "gated_rms_norm"]
+
+
 def test_replacing_is_asked_for_and_undone(monkeypatch):
     """With `replace=True` ours is there, and afterwards theirs again, in its place."""
 

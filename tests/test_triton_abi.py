@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 import ninetoothed_patches
 from ninetoothed_patches import triton_abi
+from ninetoothed_patches.launch_plan import Watcher
 
 
 def without(function, name):
@@ -193,3 +194,25 @@ def test_a_kernel_that_could_not_be_loaded_is_not_planned():
         _, raised = outcome(driver, pair.planned, x, 0.5, x)
         assert raised is None or "threads" in raised[1]
         assert pair.info.plans == (0 if raised else 1)
+
+
+def test_a_kernel_without_a_loaded_function_is_not_planned(monkeypatch):
+    """A plan launches that function: a Triton that loads later is left to do so."""
+
+    take = Watcher.take
+
+    def take_unloaded(self):
+        bound, grid, _ = take(self)
+
+        return bound, grid, types.SimpleNamespace(function=None)
+
+    with recording() as driver:
+        pair = Pair("scale", driver)
+        x = rows()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Watcher, "take", take_unloaded)
+            pair.call(x, 0.5, x)
+
+        assert pair.info.bypasses == {"not loaded": 1}
+        assert pair.info.plans == 0

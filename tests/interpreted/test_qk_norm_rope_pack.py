@@ -288,6 +288,24 @@ def test_q_and_k_may_be_added_in_different_orders(round_as):
     assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments())[:2], expected)
 
 
+@needs_fma
+def test_all_heads_of_a_call_decide_on_the_order(round_as):
+    """Sixteen of two batch entries are not few."""
+
+    few, many = ("vectors", "decreasing"), ("folded_vectors", "decreasing")
+    round_as(many, few=few)
+    inputs = make_pack(
+        batch=2, tokens=1, heads=8, head_dim=256, dtype=torch.float32, seed=4
+    )
+    arguments = (inputs.q, inputs.q_weight, inputs.rope)
+    expected, other = (
+        written_out(*arguments, order=order, **OWN_ROUNDING) for order in (many, few)
+    )
+
+    assert not torch.equal(expected, other)
+    assert_equal_bits([qk_norm_rope(*arguments)], [expected])
+
+
 def test_bfloat16_is_within_its_roundings():
     """A unit for each of the three roundings, which the interpreter truncates."""
 
@@ -347,6 +365,28 @@ def test_launch_choices_change_no_bit(launch_as, heads_per_program):
     qk_norm_rope_pack_(*inputs.arguments())
 
     assert_equal_bits(inputs.written(), expected.written())
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 3), (3, 1)])
+def test_every_head_has_a_program(launch_as, heads, kv_heads):
+    """Where K has more blocks of heads than q, or fewer."""
+
+    launch_as(1, 1)
+    inputs = make_pack(
+        tokens=1,
+        prefix=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        dtype=torch.float16,
+    )
+    expected = inputs.expected(reference.qk_norm_rope_pack_)
+    actual = qk_norm_rope_pack_(*inputs.arguments())
+
+    for one, other in zip(actual, expected, strict=True):
+        assert reference.rotation_error(one, other) <= 1
+
+    inputs.assert_canaries()
 
 
 def test_packed_views_and_kept_prefixes():

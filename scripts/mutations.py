@@ -1,0 +1,1774 @@
+"""Mistakes that somebody might make in the product, each in one place, for `check_mutations.py`.
+
+They were chosen by reading the product, not its tests: a condition that is left out, a mask or
+a rounding that goes missing, a part of a key that is forgotten, a stride of something else.
+Each names the promise it breaks and the test files that should notice.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One mistake: `old`, which occurs in `file` exactly once, becomes `new`.
+
+    :param name: What the mistake is, in a few words joined by hyphens.
+    :param promise: What does not hold any longer.
+    :param tests: The test files that should notice, or the tests, of files that take minutes.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    promise: str
+    tests: tuple
+
+
+_HAZARDS = "tests/test_launch_hazards.py"
+_TUNING = "tests/test_triton_runtime_auto_tuning.py"
+_PLAN_CACHE = "tests/test_plan_cache.py"
+_REPEATER = "tests/test_repeater.py"
+_CALL_KEY = "tests/test_call_key.py"
+_TRITON_ABI = "tests/test_triton_abi.py"
+_MATERIALIZER = "tests/test_materializer.py"
+_SOURCE_FILES = "tests/test_source_files.py"
+_PREPARED = "tests/test_prepared_calls.py"
+_CHECKS = "tests/test_checks.py"
+_ROWS = "tests/test_rows.py"
+_CHUNKS = "tests/test_chunks.py"
+_CONFIGS = "tests/test_configs.py"
+_COMPILED = "tests/test_compiled.py"
+_NN = "tests/test_nn.py"
+_REGISTRY = "tests/test_registry.py"
+_EAGER_ROUNDING = "tests/test_eager_rounding.py"
+_GATED = "tests/test_gated_rms_norm.py"
+_GATED_OFFLINE = "tests/test_gated_rms_norm_offline.py"
+_GATED_BACKWARD_OFFLINE = "tests/test_gated_rms_norm_backward_offline.py"
+_ROPE = "tests/test_qk_norm_rope_pack.py"
+_ROPE_OFFLINE = "tests/test_qk_norm_rope_offline.py"
+_ROPE_BACKWARD = "tests/test_qk_norm_rope_backward.py"
+_GATED_KERNEL = "tests/interpreted/test_gated_rms_norm.py"
+_GATED_BACKWARD_KERNEL = "tests/interpreted/test_gated_rms_norm_backward.py"
+_ROPE_KERNEL = "tests/interpreted/test_qk_norm_rope_pack.py"
+_ROPE_BACKWARD_KERNEL = "tests/interpreted/test_qk_norm_rope_backward.py"
+_SUM_KERNEL = "tests/interpreted/test_sum_of_rows.py"
+_PADDING = "tests/interpreted/test_padding.py"
+
+_KEY = "ninetoothed_patches/call_key.py"
+_CACHE = "ninetoothed_patches/plan_cache.py"
+_ABI = "ninetoothed_patches/triton_abi.py"
+
+# -- Launch plans: what is in a key, and what a call is compared by. --------------------
+
+_LAUNCH_PLANS = (
+    Mutation(
+        name="key-without-strides",
+        file=_KEY,
+        old="""\
+                    f"{name}.shape",
+                    f"{name}.stride()",
+""",
+        new="""\
+                    f"{name}.shape",
+""",
+        promise="The key holds the strides of every tensor.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="key-without-shape",
+        file=_KEY,
+        old='                    f"{name}.shape",\n',
+        new='                    f"{name}.numel()",\n',
+        promise="The key holds the shape of every tensor, not its number of elements.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="key-without-dtype",
+        file=_KEY,
+        old='                    f"{name}.dtype",\n',
+        new='                    f"{name}.element_size()",\n',
+        promise="The key holds the dtype of every tensor: float16 is not bfloat16.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="key-without-device",
+        file=_KEY,
+        old='                kinds.append(f"{name}.device")\n',
+        new="",
+        promise="The key holds the device of every tensor.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="key-without-alignment",
+        file=_KEY,
+        old="                    is_aligned(address),\n",
+        new="",
+        promise="The key holds whether an address is aligned: Triton specialises on it.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="key-without-types-of-scalars",
+        file=_KEY,
+        old="""\
+            kinds.append(f"__type({name})")
+            self._outline_indices""",
+        new="""\
+            if is_tensor:
+                kinds.append(f"__type({name})")
+            self._outline_indices""",
+        promise="The key holds the type of every scalar: 1, 1.0 and True are three.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="zeros-share-a-key",
+        file=_KEY,
+        old="    if type(value) is float and not (value and value == value):\n",
+        new="    if type(value) is float and value != value:\n",
+        promise="The key holds the bits of a scalar: -0.0 is not 0.0.",
+        tests=(_CALL_KEY,),
+    ),
+    Mutation(
+        name="alignment-of-8",
+        file=_KEY,
+        old="ALIGNMENT = 16\n",
+        new="ALIGNMENT = 8\n",
+        promise="Aligned means by 16 bytes, as Triton takes it.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="subclasses-are-planned",
+        file=_KEY,
+        old="    if type(argument) in TENSOR_TYPES:\n        return None\n",
+        new="    if isinstance(argument, torch.Tensor):\n        return None\n",
+        promise="A call with a tensor subclass goes the ordinary way.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="guards-are-not-tried",
+        file=_KEY,
+        old="""\
+    if not like(meta((4, 1), (1, 1))) or any(like(other) for other in others):
+        return None
+""",
+        new="""\
+    if not like(meta((4, 1), (1, 1))):
+        return None
+""",
+        promise="PyTorch's private guards are used only where they tell apart what they must.",
+        tests=(_CALL_KEY,),
+    ),
+    Mutation(
+        name="one-misaligned-address-is-overlooked",
+        file=_CACHE,
+        old='            "any_address": " | ".join(addresses),\n',
+        new='            "any_address": " & ".join(addresses),\n',
+        promise="One misaligned address among aligned ones is another call.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-the-other-zero",
+        file=_CACHE,
+        old="""\
+                    and {name} == __plan.scalars[{position}]
+                    and {name}
+""",
+        new="""\
+                    and {name} == __plan.scalars[{position}]
+""",
+        promise="A recent plan for 0.0 is none for -0.0.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-another-type-of-scalar",
+        file=_CACHE,
+        old="""\
+                    or __type({name}) is __type(__plan.scalars[{position}])
+                    and {name} ==""",
+        new="""\
+                    or {name} ==""",
+        promise="A recent plan for 1 is none for True or 1.0.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-another-driver",
+        file=_CACHE,
+        old="                and __plan.driver is {driver}\n",
+        new="",
+        promise="A plan is launched by the driver it was made with.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-another-current-device",
+        file=_CACHE,
+        old="                and __plan.current_device() == __plan.device\n",
+        new="",
+        promise="A plan is launched while the device is current that it was made on.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-another-alignment",
+        file=_CACHE,
+        old="                and __plan.alignments == __alignments\n",
+        new="",
+        promise="A recent plan for aligned addresses is none for misaligned ones.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-for-another-state",
+        file=_CACHE,
+        old="                and __plan.state == {state}\n",
+        new="",
+        promise="What Triton reads on each call (hash, debug, knobs) decides on a plan.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-of-forgotten-kernels",
+        file=_CACHE,
+        old="                and __plan.store is {stores}[__plan.device]\n",
+        new="",
+        promise="When somebody clears Triton's kernels, their plans go too.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="recent-plan-past-a-hook",
+        file=_CACHE,
+        old="""\
+                and not ({watchers})
+            ):
+                break
+""",
+        new="""\
+            ):
+                break
+""",
+        promise="A launch that a hook wants to see goes the ordinary way.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="traced-calls-enter-the-cache",
+        file=_CACHE,
+        old="    if __surplus or __is_dynamo_compiling():\n",
+        new="    if __surplus:\n",
+        promise="Dynamo traces through NineToothed's own launch function.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="plan-of-a-cleared-tuner",
+        file=_CACHE,
+        old='            "tuner_fits": "and __len(__tuner.cache) == __cache.tuned"\n',
+        new='            "tuner_fits": ""\n',
+        promise="When the auto-tuner's results are cleared, it tunes again.",
+        tests=(_TUNING,),
+    ),
+    Mutation(
+        name="tuner-is-not-noticed",
+        file=_CACHE,
+        old="""\
+        if self._tuner is not None:
+            self._notice_tuner()
+
+""",
+        new="",
+        promise="When the auto-tuner's results are cleared, no plan by them is found.",
+        tests=(_TUNING,),
+    ),
+    Mutation(
+        name="key-without-the-backends-rule",
+        file=_CACHE,
+        old="""\
+        if rule is not None:
+            key += tuple(map(rule, self._reader.tensors_of(arguments)))
+
+""",
+        new="",
+        promise="What else the backend specialises tensors on is in the key.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="kept-plan-of-forgotten-kernels",
+        file=_CACHE,
+        old="        if plan is not None and plan.store is not store:\n",
+        new="        if plan is not None and plan.store is None:\n",
+        promise="No plan is found by its key whose kernel Triton has forgotten.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="foreign-device-is-planned",
+        file=_CACHE,
+        old="            tensor.device != home for tensor",
+        new="            tensor.device.type != home.type for tensor",
+        promise="A call with tensors of another device than the current goes the ordinary way.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="unexpected-arguments-are-planned",
+        file=_CACHE,
+        old="                if bound.get(pointer) is not arguments[index]:\n",
+        new="                if bound.get(pointer) is None:\n",
+        promise="What the kernel was not given as it came in is not planned.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="plan-keeps-tensors",
+        file=_CACHE,
+        old="                bound[pointer] = None\n",
+        new="",
+        promise="A plan holds no tensor.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="captured-globals-are-planned",
+        file=_CACHE,
+        old="""\
+        if triton_abi.captured_globals(self._kernel):
+            return "captured globals"
+
+""",
+        new="",
+        promise="A kernel that reads globals, which Triton compares on every call, has no plans.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="unloaded-kernel-is-planned",
+        file=_CACHE,
+        old="""\
+        if compiled.function is None:
+            return "not loaded"
+
+""",
+        new="",
+        promise="A kernel that could not be loaded is not planned.",
+        tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="pre-hook-of-a-configuration-is-forgotten",
+        file=_CACHE,
+        old="""\
+        if self._tuner is not None and triton_abi.winner_has_hook(self._tuner):
+            return "configuration with a pre-hook"
+
+""",
+        new="",
+        promise="A configuration's pre-hook runs before every launch.",
+        tests=(_TUNING,),
+    ),
+    Mutation(
+        name="one-plan-too-many",
+        file=_CACHE,
+        old="            while len(self._plans) >= self.bound:\n",
+        new="            while len(self._plans) > self.bound:\n",
+        promise="The cache is bounded by `max_plans`.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="first-plan-made-goes-first",
+        file=_CACHE,
+        old="        while self._queue[0][0] != self._queue[0][1].stamp:\n",
+        new="        while self._queue[0][0] > self._queue[0][1].stamp:\n",
+        promise="The plan that was used least recently goes first.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="eviction-during-a-capture",
+        file=_CACHE,
+        old="                if _is_capturing():\n",
+        new="                if not self._plans:\n",
+        promise="Nothing is evicted while a CUDA graph is captured.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="evicted-plan-is-still-recent",
+        file=_CACHE,
+        old="        self.recent = tuple(other for other in self.recent if other is not plan)\n",
+        new="",
+        promise="An evicted plan is gone.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="evicted-plan-is-still-repeated",
+        file=_CACHE,
+        old="""\
+        del self._plans[plan.key]
+        plan.is_kept = False
+""",
+        new="""\
+        del self._plans[plan.key]
+""",
+        promise="A repeater launches nothing once its plan was evicted.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="cleared-plans-are-still-recent",
+        file=_CACHE,
+        old="""\
+            self._unused = 0
+            self.recent = ()
+""",
+        new="""\
+            self._unused = 0
+""",
+        promise="`clear_plans` drops all plans.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="forked-child-keeps-plans",
+        file=_CACHE,
+        old="os.register_at_fork(after_in_child=_after_fork_in_child)\n",
+        new="",
+        promise="A forked child makes plans, and locks, of its own.",
+        tests=(_REPEATER, _HAZARDS),
+    ),
+    Mutation(
+        name="first-plan-without-the-kernels-hash",
+        file=_CACHE,
+        old="            if state[0] is not self._kernel.hash:\n",
+        new="            if self._kernel.hash is None:\n",
+        promise="The first call's plan is found by the second.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="waiting-thread-prepares-again",
+        file=_CACHE,
+        old="            if self._made != made:\n",
+        new="            if self._made < made:\n",
+        promise="Two threads with the same call make one plan.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="repeater-of-a-dropped-plan",
+        file=_CACHE,
+        old="""\
+                __plan.is_kept
+                and {driver} is __driver
+""",
+        new="""\
+                {driver} is __driver
+""",
+        promise="A repeater launches nothing once its plan was dropped.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="repeater-on-another-device",
+        file=_CACHE,
+        old="                and __current_device() == __device\n",
+        new="",
+        promise="A repeater launches nothing while another device is current.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="repeater-of-another-alignment",
+        file=_CACHE,
+        old="                and (({any_address}) % {alignment} and ({alignments},)) == __alignments\n",
+        new="",
+        promise="A repeater launches nothing with addresses of another alignment.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="repeater-of-another-state",
+        file=_CACHE,
+        old="                and {state} == __state\n",
+        new="",
+        promise="A repeater launches nothing when Triton's state has changed.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="repeater-past-a-hook",
+        file=_CACHE,
+        old="""\
+                and not ({watchers})
+            )
+""",
+        new="""\
+            )
+""",
+        promise="A repeater launches nothing while a hook is installed.",
+        tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="first-candidate-of-the-tuner-is-planned",
+        file="ninetoothed_patches/launch_plan.py",
+        old="            self._launched = bound, size\n",
+        new="            self._launched = self._launched or (bound, size)\n",
+        promise="A plan of an auto-tuned kernel is the winner's, not a candidate's.",
+        tests=(_TUNING,),
+    ),
+    Mutation(
+        name="address-in-another-tensors-place",
+        file="ninetoothed_patches/launch_plan.py",
+        old='                f"address_{pointers.index(name)}"\n',
+        new='                f"address_{pointers[::-1].index(name)}"\n',
+        promise="Each address goes to the kernel's parameter of its tensor.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="scratch-memory-is-not-allocated",
+        file=_ABI,
+        old="""\
+    if any(value for name, value in state.items() if name.endswith("scratch_size")):
+        return None
+
+""",
+        new="",
+        promise="A launcher that allocates scratch memory on each call is called itself.",
+        tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="sanitizer-is-passed-over",
+        file=_ABI,
+        old='    if "launch" not in state or state.get("gsan_enabled"):\n',
+        new='    if "launch" not in state:\n',
+        promise="A launcher with a sanitizer's state is called itself.",
+        tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="pre-run-hooks-are-forgotten",
+        file=_ABI,
+        old='    watchers = ["__jit.pre_run_hooks"]\n',
+        new="    watchers = []\n",
+        promise="A kernel's pre-run hooks see every launch.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="exit-hooks-are-forgotten",
+        file=_ABI,
+        old='_LAUNCH_HOOKS = ("launch_enter_hook", "launch_exit_hook")\n',
+        new='_LAUNCH_HOOKS = ("launch_enter_hook",)\n',
+        promise="An exit hook alone sees every launch.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="debug-is-no-state",
+        file=_ABI,
+        old='        state.append("__runtime.debug")\n',
+        new="",
+        promise="With Triton's debug knob another kernel is launched.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="instrumentation-is-no-state",
+        file=_ABI,
+        old='        for knob in ("instrumentation_mode", "fpsan_homomorphic_casts"):\n',
+        new='        for knob in ("fpsan_homomorphic_casts",):\n',
+        promise="With Triton's instrumentation knob another kernel is launched.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="untried-triton-is-taken",
+        file=_ABI,
+        old="    return bool(match) and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST\n",
+        new="    return bool(match) and OLDEST <= (int(match[1]), int(match[2]))\n",
+        promise="A Triton that nobody has tried is refused.",
+        tests=(_MATERIALIZER,),
+    ),
+    Mutation(
+        name="applied-twice",
+        file="ninetoothed_patches/materializer.py",
+        old="    if _original_call is not None:\n        return\n\n",
+        new="",
+        promise="Applying twice is applying once, and `revert` restores NineToothed.",
+        tests=(_MATERIALIZER,),
+    ),
+    Mutation(
+        name="ahead-of-time-kernels-are-planned",
+        file="ninetoothed_patches/materializer.py",
+        old='        if self._caller != "torch":\n            return original(self)\n\n',
+        new="",
+        promise="A kernel for another caller than PyTorch is left alone.",
+        tests=(_MATERIALIZER,),
+    ),
+    Mutation(
+        name="jagged-calls-are-planned",
+        file="ninetoothed_patches/materializer.py",
+        old='    if {"offsets", "values"} & set(code.co_names):\n',
+        new='    if {"offsets", "values"} & set(names):\n',
+        promise="A call with jagged tensors goes the ordinary way.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="source-written-in-place",
+        file="ninetoothed_patches/source_files.py",
+        old="            unfinished.write_bytes(content)\n            os.replace(unfinished, path)\n",
+        new="            path.write_bytes(content)\n",
+        promise="A source appears whole: no process reads half of it.",
+        tests=(_SOURCE_FILES,),
+    ),
+    Mutation(
+        name="half-a-source-is-taken-for-whole",
+        file="ninetoothed_patches/source_files.py",
+        old="        if path.exists() and path.read_bytes() == content:\n",
+        new="        if path.exists():\n",
+        promise="A file that another process was stopped in is replaced.",
+        tests=(_SOURCE_FILES,),
+    ),
+    Mutation(
+        name="the-file-is-executed",
+        file="ninetoothed_patches/source_files.py",
+        old='    exec(compile(source, path, "exec", dont_inherit=True), vars(module))\n',
+        new="""\
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+""",
+        promise="What is executed is the generated source, not a file that may have changed.",
+        tests=(_SOURCE_FILES,),
+    ),
+)
+
+# -- Prepared calls: their conditions. --------------------------------------------------
+
+_PREPARED_CALLS = tuple(
+    dataclasses.replace(
+        mutation, file="ntops_ext/torch/_prepared.py", tests=(_PREPARED,)
+    )
+    for mutation in (
+        Mutation(
+            name="prepared-for-the-other-zero",
+            file="",
+            old="         and {name} == __value_{name} and {name})",
+            new="         and {name} == __value_{name})",
+            promise="A call prepared with 0.0 is none with -0.0.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-for-another-type-of-option",
+            file="",
+            old="or __type({name}) is __type(__value_{name})\n         and {name} ==",
+            new="or {name} ==",
+            promise="A call prepared with True is none with 1, which is refused.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-whatever-is-absent",
+            file="",
+            old="if argument is None\n        ]\n",
+            new="if argument is None and name == 'out'\n        ]\n",
+            promise="A call prepared without a gate is none with one.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-past-gradients",
+            file="",
+            old="        if differentiable:\n",
+            new="        if len(differentiable) > len(tensors):\n",
+            promise="A prepared call loses no gradient.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-past-tangents",
+            file="",
+            old='        conditions.append("__forward_ad._current_level < 0")\n',
+            new="",
+            promise="A prepared call loses no tangent.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-for-unchecked-addresses",
+            file="",
+            old="        if checked is not None:\n            check = (",
+            new="        if checked is not None and not verdict:\n            check = (",
+            promise="A prepared call with new addresses is checked for overlap.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-call-counts-no-version",
+            file="",
+            old="        if counted:\n",
+            new="        if counted and allocated is not None:\n",
+            promise="Autograd notices what a prepared call has written.",
+            tests=(),
+        ),
+        Mutation(
+            name="prepared-views-without-offset",
+            file="",
+            old='    return f"{address} + {offset}" if offset else address\n',
+            new="    return address\n",
+            promise="A view of an argument is launched at its own address.",
+            tests=(),
+        ),
+    )
+) + (
+    Mutation(
+        name="first-launch-of-many-is-prepared",
+        file="ntops_ext/torch/_gated_rms_norm.py",
+        old="        if len(launches) == 1:\n            _prepare(",
+        new="        if launches:\n            _prepare(",
+        promise="A call of several launches is not prepared as its first one.",
+        tests=(_PREPARED + "::test_a_call_of_several_launches_is_not_prepared",),
+    ),
+)
+
+# -- Checks, layouts, and how calls are cut. --------------------------------------------
+
+_ARGUMENTS = (
+    Mutation(
+        name="touching-strides-are-let-through",
+        file="ntops_ext/torch/_checks.py",
+        old="        if stride <= extent:\n",
+        new="        if stride < extent:\n",
+        promise="An output two elements of which share memory is refused.",
+        tests=(_CHECKS,),
+    ),
+    Mutation(
+        name="last-element-does-not-overlap",
+        file="ntops_ext/torch/_checks.py",
+        old="    return start, start + (last + 1) * tensor.element_size()\n",
+        new="    return start, start + last * tensor.element_size()\n",
+        promise="An overlap by one element is an overlap.",
+        tests=(_CHECKS,),
+    ),
+    Mutation(
+        name="transposed-view-is-the-same",
+        file="ntops_ext/torch/_checks.py",
+        old="            if size > 1\n        )\n    )\n",
+        new="            if size < 1\n        )\n    )\n",
+        promise="In place means the same elements in the same order.",
+        tests=(_CHECKS,),
+    ),
+    Mutation(
+        name="infinite-eps",
+        file="ntops_ext/torch/_checks.py",
+        old="    if type(eps) is float and 0.0 <= eps < math.inf:\n",
+        new="    if type(eps) is float and 0.0 <= eps:\n",
+        promise="An `eps` that is not finite is refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="true-is-a-number",
+        file="ntops_ext/torch/_checks.py",
+        old="    if not isinstance(value, numbers.Real) or isinstance(value, bool):\n",
+        new="    if not isinstance(value, numbers.Real):\n",
+        promise="A bool is no number.",
+        tests=(_CHECKS, _GATED),
+    ),
+    Mutation(
+        name="layouts-without-strides",
+        file="ntops_ext/torch/_layouts.py",
+        old="                *map(torch.Tensor.stride, tensors),\n",
+        new="",
+        promise="What was found out about a layout is not used for other strides.",
+        tests=(_ROPE, _GATED_KERNEL + "::test_a_layout_changes_no_bit"),
+    ),
+    Mutation(
+        name="layouts-without-dtype",
+        file="ntops_ext/torch/_layouts.py",
+        old='_describe = operator.attrgetter("shape", "dtype", "device", "layout")\n',
+        new='_describe = operator.attrgetter("shape", "device", "layout")\n',
+        promise="What was found out about a layout is not used for other dtypes.",
+        tests=(_ROPE, _GATED),
+    ),
+    Mutation(
+        name="layouts-without-device",
+        file="ntops_ext/torch/_layouts.py",
+        old='_describe = operator.attrgetter("shape", "dtype", "device", "layout")\n',
+        new='_describe = operator.attrgetter("shape", "dtype", "layout")\n',
+        promise="What was found out about a layout is not used on other devices.",
+        tests=(_ROPE, _GATED),
+    ),
+    Mutation(
+        name="first-level-of-tangents",
+        file="ntops_ext/torch/_layouts.py",
+        old="    return forward_ad._current_level >= 0 and carries_tangents(tensors)\n",
+        new="    return forward_ad._current_level > 0 and carries_tangents(tensors)\n",
+        promise="A tangent is refused, not lost.",
+        tests=(_ROPE, _PREPARED),
+    ),
+    Mutation(
+        name="autograd-is-not-told",
+        file="ntops_ext/torch/_layouts.py",
+        old="    torch.autograd.graph.increment_version(tensors)\n",
+        new="",
+        promise="Autograd notices what a kernel has written.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="unsigned-offsets-of-rows",
+        file="ntops_ext/torch/_rows.py",
+        old="MAX_OFFSET = 2**31 - 1\n",
+        new="MAX_OFFSET = 2**32 - 1\n",
+        promise="No offset of a launch is beyond what 32 bits with a sign hold.",
+        tests=(_ROWS,),
+    ),
+    Mutation(
+        name="rows-merged-by-one-tensor",
+        file="ntops_ext/torch/_rows.py",
+        old="        if sizes and all(\n",
+        new="        if sizes and any(\n",
+        promise="Row dimensions become one only where every tensor's strides allow it.",
+        tests=(_ROWS,),
+    ),
+    Mutation(
+        name="odd-row-is-lost",
+        file="ntops_ext/torch/_rows.py",
+        old="    for start, length in ((0, half), (half, shape[widest] - half)):\n",
+        new="    for start, length in ((0, half), (half, half)):\n",
+        promise="A call that is cut computes every row.",
+        tests=(_ROWS,),
+    ),
+    Mutation(
+        name="views-from-the-start-of-storage",
+        file="ntops_ext/torch/_rows.py",
+        old="            self.shape, self.strides, tensor.storage_offset() + self.offset\n",
+        new="            self.shape, self.strides, self.offset\n",
+        promise="A slice of a storage is read where it begins.",
+        tests=(_ROWS, _GATED_KERNEL + "::test_a_layout_changes_no_bit"),
+    ),
+    Mutation(
+        name="unsigned-offsets-of-chunks",
+        file="ntops_ext/torch/_chunks.py",
+        old="MAX_OFFSET = 2**31 - 1\n",
+        new="MAX_OFFSET = 2**32 - 1\n",
+        promise="No offset of a launch is beyond what 32 bits with a sign hold.",
+        tests=(_CHUNKS,),
+    ),
+    Mutation(
+        name="chunks-without-the-width-of-a-row",
+        file="ntops_ext/torch/_chunks.py",
+        old="        max(tensor.num_rows - 1, 0) * tensor.row_stride + tensor.row_extent\n",
+        new="        max(tensor.num_rows - 1, 0) * tensor.row_stride\n",
+        promise="The last element of a chunk's last row fits 32 bits.",
+        tests=(_CHUNKS,),
+    ),
+    Mutation(
+        name="chunks-without-the-rows-of-an-entry",
+        file="ntops_ext/torch/_chunks.py",
+        old="            (max_offset - last_row) // tensor.batch_stride + 1\n",
+        new="            max_offset // tensor.batch_stride + 1\n",
+        promise="The last row of a chunk's last batch entry fits 32 bits.",
+        tests=(_CHUNKS,),
+    ),
+    Mutation(
+        name="strided-heads-are-taken-for-dense",
+        file="ntops_ext/torch/_heads.py",
+        old="    if stride != 1 or (num_heads > 1 and head_stride != head_dim):\n",
+        new="    if stride != 1:\n",
+        promise="Heads of a token that do not follow one another are refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="odd-heads",
+        file="ntops_ext/torch/_heads.py",
+        old="    if head_dim == 0 or head_dim % 2:\n",
+        new="    if head_dim == 0:\n",
+        promise="Heads that cannot be cut into pairs are refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="strided-table",
+        file="ntops_ext/torch/_heads.py",
+        old="    if rope.shape[1] > 1 and rope.numel() and rope.stride(1) != 1:\n",
+        new="    if rope.shape[1] > 1 and rope.numel() and rope.stride(1) < 1:\n",
+        promise="A table without dense rows is refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="table-rows-in-complex-elements",
+        file="ntops_ext/torch/_heads.py",
+        old="        2 * rope.stride(0) if rope.shape[0] > 1 else 0,\n",
+        new="        rope.stride(0) if rope.shape[0] > 1 else 0,\n",
+        promise="Offsets into the table's real view fit 32 bits.",
+        tests=(_CHUNKS,),
+    ),
+    Mutation(
+        name="lazy-conjugate",
+        file="ntops_ext/torch/_qk_norm_rope_pack.py",
+        old="    if rope.is_conj() or any(map(torch.Tensor.is_neg, tensors)):\n",
+        new="    if any(map(torch.Tensor.is_neg, tensors)):\n",
+        promise="A lazily conjugated table is refused, not read as it lies.",
+        tests=(_ROPE,),
+    ),
+)
+
+# -- Kernels: every rounding, every mask, what is added in which order. -----------------
+
+_HEADS = "ntops_ext/kernels/_heads.py"
+_PACK = "ntops_ext/kernels/qk_norm_rope_pack.py"
+_ROPE_GRADIENTS = "ntops_ext/kernels/qk_norm_rope_backward.py"
+_NORM = "ntops_ext/kernels/gated_rms_norm.py"
+_NORM_GRADIENTS = "ntops_ext/kernels/gated_rms_norm_backward.py"
+_SUM = "ntops_ext/kernels/sum_of_rows.py"
+
+_KERNELS = (
+    Mutation(
+        name="rope-eps-outside-the-root",
+        file=_HEADS,
+        old="    scale = ntl.rsqrt(ntl.fma(sum_of_squares, 1.0 / head_dim, 0.0) + eps)\n",
+        new="    scale = ntl.rsqrt(ntl.fma(sum_of_squares, 1.0 / head_dim, 0.0)) + eps\n",
+        promise="`eps` is added inside the root.",
+        tests=(
+            _ROPE_KERNEL + "::test_special_values",
+            _ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",
+        ),
+    ),
+    Mutation(
+        name="rope-mean-contracted-with-eps",
+        file=_HEADS,
+        old="    scale = ntl.rsqrt(ntl.fma(sum_of_squares, 1.0 / head_dim, 0.0) + eps)\n",
+        new="    scale = ntl.rsqrt(ntl.fma(sum_of_squares, 1.0 / head_dim, eps))\n",
+        promise="The mean is rounded before `eps` is added, as PyTorch's is.",
+        tests=(
+            _ROPE_KERNEL + "::test_squares_are_added_in_the_order_that_was_asked_for",
+        ),
+    ),
+    Mutation(
+        name="rope-squares-in-the-narrow-dtype",
+        file=_HEADS,
+        old="    wide = ntl.cast(heads, ntl.float32)\n",
+        new="    wide = heads\n",
+        promise="Squares are worked out in float32.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="rope-normalized-is-not-rounded",
+        file=_HEADS,
+        old="    normalized = ntl.cast(wide * scale, heads.dtype)\n",
+        new="    normalized = wide * scale\n",
+        promise="A normalised head is rounded to its dtype, as PyTorch rounds it.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="rope-weighted-is-not-rounded",
+        file=_HEADS,
+        old="""\
+    weighted = ntl.cast(
+        ntl.cast(normalized, ntl.float32) * ntl.cast(weight_row, ntl.float32),
+        heads.dtype,
+    )
+""",
+        new="""\
+    weighted = ntl.cast(normalized, ntl.float32) * ntl.cast(weight_row, ntl.float32)
+""",
+        promise="A weighted head is rounded to its dtype, as PyTorch rounds it.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="rope-rotates-in-the-narrow-dtype",
+        file=_HEADS,
+        old="""\
+    real = ntl.cast(narrow_real, ntl.float32)
+    imaginary = ntl.cast(narrow_imaginary, ntl.float32)
+""",
+        new="""\
+    real = narrow_real
+    imaginary = narrow_imaginary
+    cosine = ntl.cast(cosine, heads.dtype)
+    sine = ntl.cast(sine, heads.dtype)
+""",
+        promise="Heads are rotated in float32, by a float32 table.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="rope-products-swapped",
+        file=_HEADS,
+        old="    return ntl.fma(imaginary, sine * -1.0, real * cosine)\n",
+        new="    return ntl.fma(real, cosine, imaginary * (sine * -1.0))\n",
+        promise="The product that is named is the one that is not rounded.",
+        tests=(_ROPE_KERNEL + "::test_products_are_rounded_as_was_asked_for",),
+    ),
+    Mutation(
+        name="rope-squares-are-not-rounded",
+        file=_HEADS,
+        old="    return ntl.fma(values, values, 0.0)\n",
+        new="    return values * values\n",
+        promise="A float32 square is rounded before it is added.",
+        tests=(_ROPE_OFFLINE + "::test_nothing_depends_on_the_default_of_fp_fusion",),
+    ),
+    Mutation(
+        name="rope-four-squares-by-pairs",
+        file=_HEADS,
+        old="    return ((first + second) + third) + fourth\n",
+        new="    return (first + second) + (third + fourth)\n",
+        promise="Squares are added in the order that was asked for.",
+        tests=(
+            _ROPE_KERNEL + "::test_squares_are_added_in_the_order_that_was_asked_for",
+        ),
+    ),
+    Mutation(
+        name="rope-lanes-by-decreasing-distance",
+        file=_HEADS,
+        old="""\
+                    remaining, (remaining.shape[0], remaining.shape[1] // 2, 2)
+                ),
+                2,
+""",
+        new="""\
+                    remaining, (remaining.shape[0], 2, remaining.shape[1] // 2)
+                ),
+                1,
+""",
+        promise="Lanes are added in the order that was asked for.",
+        tests=(
+            _ROPE_KERNEL + "::test_squares_are_added_in_the_order_that_was_asked_for",
+        ),
+    ),
+    Mutation(
+        name="rope-padding-is-not-zero",
+        file=_HEADS,
+        old="        other=0 if is_padded else None,\n",
+        new="        other=None,\n",
+        promise="The columns that pad a head enter the sum of squares as zeros.",
+        tests=(_PADDING + "::test_qk_norm_rope_pack",),
+    ),
+    Mutation(
+        name="rope-absent-heads-are-not-padded",
+        file=_HEADS,
+        old="        absent_heads = grid[2] * num_heads - tensor.shape[2]\n",
+        new="        absent_heads = 0\n",
+        promise="Heads beyond the last are neither read nor written.",
+        tests=(_ROPE_KERNEL + "::test_every_head_has_a_program",),
+    ),
+    Mutation(
+        name="pack-prefix-is-one-row-longer",
+        file=_PACK,
+        old="""\
+    q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src, eps
+):
+    if k_prefix.offsets(1) < k_prefix.source.shape[1]:
+""",
+        new="""\
+    q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src, eps
+):
+    if k_prefix.offsets(1) <= k_prefix.source.shape[1]:
+""",
+        promise="Rows [0, P) are the prefix, and no more.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="pack-k-by-the-weight-of-q",
+        file=_PACK,
+        old="""\
+        k_heads = k_out
+        table = rope
+        q_weights = q_weight
+        k_weights = k_weight
+""",
+        new="""\
+        k_heads = k_out
+        table = rope
+        q_weights = q_weight
+        k_weights = q_weight
+""",
+        promise="K is scaled by its own weight.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="pack-v-from-its-own-rows",
+        file=_PACK,
+        old="""\
+        k_heads = k_out
+        v_heads = v_src
+""",
+        new="""\
+        k_heads = k_out
+        v_heads = v_out
+""",
+        promise="V comes from `v_src` where there is one.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="pack-table-from-the-first-packed-row",
+        file=_PACK,
+        old="        (_heads.table_tensor(tokens, head_dim, dtype), behind),\n",
+        new="        (_heads.table_tensor(tokens, head_dim, dtype), in_front),\n",
+        promise="The table's first row belongs to the first token behind the prefix.",
+        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
+    ),
+    Mutation(
+        name="pack-k-in-the-order-of-q",
+        file=_PACK,
+        old="        normalize_and_rotate_k=specialize(k_order),\n",
+        new="        normalize_and_rotate_k=specialize(q_order),\n",
+        promise="The squares of K are added in K's order.",
+        tests=(_ROPE_KERNEL + "::test_q_and_k_may_be_added_in_different_orders",),
+    ),
+    Mutation(
+        name="pack-blocks-of-q-alone",
+        file=_PACK,
+        old="""\
+    num_blocks = max(
+        -(-num_heads // heads_per_program), -(-num_kv_heads // kv_heads_per_program)
+    )
+""",
+        new="    num_blocks = -(-num_heads // heads_per_program)\n",
+        promise="Every head of K and V has a program.",
+        tests=(_ROPE_KERNEL + "::test_every_head_has_a_program",),
+    ),
+    Mutation(
+        name="rope-gradient-turned-forwards",
+        file=_ROPE_GRADIENTS,
+        old="    turned_imaginary = ntl.fma(grad_imaginary, cosine, grad_real * (sine * -1.0))\n",
+        new="    turned_imaginary = ntl.fma(grad_imaginary, cosine, grad_real * sine)\n",
+        promise="A gradient is turned back, by the table's conjugate.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_gradients_are_those_of_the_definition",),
+    ),
+    Mutation(
+        name="rope-gradient-of-absent-heads",
+        file=_ROPE_GRADIENTS,
+        old="""\
+        scale = ntl.where(is_present[:, None], ntl.rsqrt(mean_square + eps), 0.0)
+        normalized = heads * scale
+        turned = _turn_back(grads, table)
+        sums = ntl.fma(turned, normalized, sums)
+
+    total""",
+        new="""\
+        scale = ntl.rsqrt(mean_square + eps)
+        normalized = heads * scale
+        turned = _turn_back(grads, table)
+        sums = ntl.fma(turned, normalized, sums)
+
+    total""",
+        promise="What pads a program adds nothing to the gradient of the weight, NaN neither.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_each_alone_has_the_bits_of_both",),
+    ),
+    Mutation(
+        name="rope-gradient-of-absent-tokens",
+        file=_ROPE_GRADIENTS,
+        old="""\
+        is_present = (input[token].offsets(1) < input.source.shape[1]) & (
+            input[token].offsets(2) < input.source.shape[2]
+        )
+        squares = _group_terms(ntl.fma(heads, heads, 0.0))
+        sum_of_squares = _add_lanes(squares)
+        mean_square = ntl.fma(sum_of_squares, 1.0 / input.source.shape[3], 0.0)
+        scale = ntl.where(is_present[:, None], ntl.rsqrt(mean_square + eps), 0.0)
+        normalized = heads * scale
+        turned = _turn_back(grads, table)
+        sums = ntl.fma(turned, normalized, sums)
+        weighted""",
+        new="""\
+        is_present = input[token].offsets(2) < input.source.shape[2]
+        squares = _group_terms(ntl.fma(heads, heads, 0.0))
+        sum_of_squares = _add_lanes(squares)
+        mean_square = ntl.fma(sum_of_squares, 1.0 / input.source.shape[3], 0.0)
+        scale = ntl.where(is_present[:, None], ntl.rsqrt(mean_square + eps), 0.0)
+        normalized = heads * scale
+        turned = _turn_back(grads, table)
+        sums = ntl.fma(turned, normalized, sums)
+        weighted""",
+        promise="Tokens behind the last add nothing to the gradient of the weight, NaN neither.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_what_pads_a_program_adds_nothing",),
+    ),
+    Mutation(
+        name="rope-gradient-without-its-mean",
+        file=_ROPE_GRADIENTS,
+        old="""\
+        across = ntl.fma(normalized, mean_product, weighted)
+        grad_input[token] = ntl.cast(across * scale, input.dtype.dtype)
+
+    total""",
+        new="""\
+        across = weighted
+        grad_input[token] = ntl.cast(across * scale, input.dtype.dtype)
+
+    total""",
+        promise="The gradient of a head is orthogonal to the head.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_gradients_are_those_of_the_definition",),
+    ),
+    Mutation(
+        name="rope-gradient-padding-is-not-zero",
+        file=_ROPE_GRADIENTS,
+        old='    input = Tensor(shape=heads_shape, dtype=dtype, other=0, name="input")\n',
+        new='    input = Tensor(shape=heads_shape, dtype=dtype, name="input")\n',
+        promise="What pads a block of heads is read as zeros.",
+        tests=(_PADDING + "::test_gradients_of_qk_norm_rope",),
+    ),
+    Mutation(
+        name="norm-eps-outside-the-root",
+        file=_NORM,
+        old="""\
+    held_mean = ntl.fma(held_total, inverse_group_size, eps)
+    held_scale = _inverse_root(held_mean, output.dtype == ntl.float32)
+""",
+        new="""\
+    held_mean = held_total * inverse_group_size
+    held_scale = _inverse_root(held_mean, output.dtype == ntl.float32) + eps
+""",
+        promise="`eps` is added inside the root.",
+        tests=(_GATED_KERNEL + "::test_eps_is_inside_the_root",),
+    ),
+    Mutation(
+        name="norm-in-the-narrow-dtype",
+        file=_NORM,
+        old="    held = ntl.cast(input_loaded, ntl.float32)\n",
+        new="    held = input_loaded\n",
+        promise="All arithmetic is in float32.",
+        tests=(_GATED_KERNEL + "::test_every_mode_is_rounded_once",),
+    ),
+    Mutation(
+        name="norm-gate-in-the-narrow-dtype",
+        file=_NORM,
+        old="        held_gate = ntl.cast(gate, ntl.float32)\n",
+        new="        held_gate = ntl.cast(ntl.cast(gate, output.dtype), ntl.float32)\n",
+        promise="A float32 gate of a 16-bit input is not rounded.",
+        tests=(
+            _GATED_KERNEL + "::test_each_tensor_may_have_its_own_dtype",
+            _GATED_KERNEL + "::test_a_wide_call_of_three_dimensions_with_mixed_dtypes",
+        ),
+    ),
+    Mutation(
+        name="norm-rounds-before-the-gate",
+        file=_NORM,
+        old="    held_result = ntl.fma(held * held_scale, held_weight, held_bias)\n",
+        new="""\
+    held_result = ntl.fma(held * held_scale, held_weight, held_bias)
+    held_result = ntl.cast(ntl.cast(held_result, output.dtype), ntl.float32)
+""",
+        promise="A result is rounded once, after the gate.",
+        tests=(_GATED_KERNEL + "::test_every_mode_is_rounded_once",),
+    ),
+    Mutation(
+        name="norm-offset-in-the-weights-dtype",
+        file=_NORM,
+        old="        held_weight = weight_offset + ntl.cast(first_weight, ntl.float32)\n",
+        new="""\
+        held_weight = ntl.cast(
+            ntl.cast(
+                weight_offset + ntl.cast(first_weight, ntl.float32), first_weight.dtype
+            ),
+            ntl.float32,
+        )
+""",
+        promise="`weight_offset` is added in float32.",
+        tests=(_GATED_KERNEL + "::test_the_weight_offset_is_added_in_float32",),
+    ),
+    Mutation(
+        name="norm-squares-are-contracted",
+        file=_NORM,
+        old="    held_total = _sum_of_columns(ntl.fma(held, held, 0.0))\n",
+        new="    held_total = _sum_of_columns(held * held)\n",
+        promise="No sum of a product is left to the compiler.",
+        tests=(_GATED_OFFLINE + "::test_no_sum_of_a_product_is_left_to_the_compiler",),
+    ),
+    Mutation(
+        name="norm-input-padding-is-not-zero",
+        file=_NORM,
+        old='        rows("input", input_dtype, other=0),\n',
+        new='        rows("input", input_dtype),\n',
+        promise="Lanes behind the last column enter the sum of squares as zeros.",
+        tests=(_PADDING + "::test_gated_rms_norm",),
+    ),
+    Mutation(
+        name="norm-gate-padding-is-not-zero",
+        file=_NORM,
+        old='        rows("gate", gate_dtype, other=0) if gate else scalar("gate"),\n',
+        new='        rows("gate", gate_dtype) if gate else scalar("gate"),\n',
+        promise="Where the gate comes first, its lanes behind the last column are zeros.",
+        tests=(_PADDING + "::test_gated_rms_norm",),
+    ),
+    Mutation(
+        name="norm-inverse-root-of-the-gpu",
+        file=_NORM,
+        old="        inverse_root = ntl.div_rn(1.0, ntl.sqrt_rn(mean_square))\n",
+        new="        inverse_root = ntl.rsqrt(mean_square)\n",
+        promise="In float32 the inverse root is rounded correctly.",
+        tests=(
+            _GATED_OFFLINE + "::test_float32_divides_and_takes_roots_with_rounding",
+        ),
+    ),
+    Mutation(
+        name="norm-approximate-division",
+        file=_NORM,
+        old="            gated = ntl.div_rn(ungated, factor_or_divisor)\n",
+        new="            gated = ungated / factor_or_divisor\n",
+        promise="In float32 a sigmoid's division is rounded correctly.",
+        tests=(
+            _GATED_OFFLINE + "::test_float32_divides_and_takes_roots_with_rounding",
+        ),
+    ),
+    Mutation(
+        name="norm-exponent-is-not-bounded",
+        file=_NORM,
+        old="    bounded = ntl.where(exponent > 89.0, 89.0, exponent)\n",
+        new="    bounded = exponent\n",
+        promise="A gate far below zero is closed, not NaN.",
+        tests=(_GATED_KERNEL + "::test_gates_far_from_zero",),
+    ),
+    Mutation(
+        name="norm-pieces-sum-before-the-gate",
+        file=_NORM,
+        old="""\
+            if norm_before_gate == 0:
+                term_gate""",
+        new="""\
+            if norm_before_gate != 0:
+                term_gate""",
+        promise="Where the gate comes first, what is normalised is the gated input.",
+        tests=(_GATED_KERNEL + "::test_wide_rows",),
+    ),
+    Mutation(
+        name="norm-gradient-of-pieces-without-its-mean",
+        file=_NORM_GRADIENTS,
+        old="""\
+    mean_product = product_total * scale * inverse_group_size
+    scales = scale""",
+        new="""\
+    mean_product = product_total * scale
+    scales = scale""",
+        promise="The mean of products is one over the whole group, in pieces too.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_wide_groups",),
+    ),
+    Mutation(
+        name="norm-gradient-of-a-sigmoid-cancels",
+        file=_NORM_GRADIENTS,
+        old="""\
+            complement_divisor = _one_plus_exp(complement_argument)
+            complement = ntl.div_rn(1.0, complement_divisor)
+""",
+        new="""\
+            complement_divisor = _one_plus_exp(complement_argument * -1.0)
+            complement = 1.0 - ntl.div_rn(1.0, complement_divisor)
+""",
+        promise="The slope of a wide open sigmoid keeps its digits.",
+        tests=(
+            _GATED_BACKWARD_KERNEL + "::test_gradients_are_right",
+            _GATED_BACKWARD_KERNEL + "::test_a_wide_open_sigmoid",
+        ),
+    ),
+    Mutation(
+        name="norm-gradient-of-columns-behind-the-last",
+        file=_NORM_GRADIENTS,
+        old="            value = ntl.where(column[None, :] < num_columns_held, value, 0.0)\n",
+        new="            value = ntl.where(column[None, :] <= num_columns_held, value, 0.0)\n",
+        promise="Columns behind the last are zeros where rows behind the last are ones.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_no_eps",),
+    ),
+    Mutation(
+        name="norm-gradient-of-a-bias-is-not-gated",
+        file=_NORM_GRADIENTS,
+        old="            if activation != 0 and norm_before_gate:\n                bias_sum",
+        new="            if activation != 0 and norm_before_gate == 0:\n                bias_sum",
+        promise="Where the gate comes last, the gradient of the bias is gated.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="norm-gradient-of-the-input-is-not-gated",
+        file=_NORM_GRADIENTS,
+        old="""\
+            if activation != 0 and norm_before_gate == 0:
+                grad_input[step] = grad_value * factor
+            else:
+                grad_input[step] = grad_value
+""",
+        new="""\
+            grad_input[step] = grad_value
+""",
+        promise="Where the gate comes first, the gradient of the input is gated.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="norm-gradient-input-padding",
+        file=_NORM_GRADIENTS,
+        old='        Tensor(shape=grad_output.shape, name="input", other=padding),\n',
+        new='        Tensor(shape=grad_output.shape, name="input"),\n',
+        promise="Lanes behind the last column, and rows behind the last, hold what they must.",
+        tests=(_PADDING + "::test_gradients_of_gated_rms_norm",),
+    ),
+    Mutation(
+        name="norm-gradient-incoming-padding",
+        file=_NORM_GRADIENTS,
+        old="""\
+        name="grad_output",
+        other=0,
+""",
+        new="""\
+        name="grad_output",
+""",
+        promise="Rows behind the last add nothing to the gradients of weight and bias.",
+        tests=(_PADDING + "::test_gradients_of_gated_rms_norm",),
+    ),
+    Mutation(
+        name="norm-gradient-weight-padding",
+        file=_NORM_GRADIENTS,
+        old='        Tensor(shape=(num_columns,), name="weight", other=0)\n',
+        new='        Tensor(shape=(num_columns,), name="weight")\n',
+        promise="Weights behind the last column enter the sum of products as zeros.",
+        tests=(_PADDING + "::test_gradients_of_gated_rms_norm",),
+    ),
+    Mutation(
+        name="norm-gradient-products-are-contracted",
+        file=_NORM_GRADIENTS,
+        old="            product_total = _sum_of_columns(ntl.fma(value, weighted, 0.0))\n",
+        new="            product_total = _sum_of_columns(value * weighted)\n",
+        promise="No sum of a product is left to the compiler.",
+        tests=(
+            _GATED_BACKWARD_OFFLINE
+            + "::test_no_sum_of_a_product_is_left_to_the_compiler",
+        ),
+    ),
+    Mutation(
+        name="sum-padding-is-not-zero",
+        file=_SUM,
+        old="            other=0,\n",
+        new="",
+        promise="Rows behind the last add nothing.",
+        tests=(_PADDING + "::test_gradients_of_qk_norm_rope",),
+    ),
+    Mutation(
+        name="sum-of-neighbours",
+        file=_SUM,
+        old="ntl.reshape(sums, (2, sums.shape[0] // 2, sums.shape[1])), 0)\n",
+        new="ntl.reshape(sums, (sums.shape[0] // 2, 2, sums.shape[1])), 1)\n",
+        promise="The rows of a block are added by halves: gradients keep their bits.",
+        tests=(_SUM_KERNEL,),
+    ),
+)
+
+# -- Launches: what a kernel is called with, and the choices that results depend on. ----
+
+_CHOICES = "ntops_ext/configs.py"
+_CALL_OF_NORM = "ntops_ext/torch/_gated_rms_norm.py"
+_CALL_OF_NORM_GRADIENTS = "ntops_ext/torch/_gated_rms_norm_backward.py"
+_CALL_OF_ROPE = "ntops_ext/torch/_qk_norm_rope.py"
+_CALL_OF_ROPE_GRADIENTS = "ntops_ext/torch/_qk_norm_rope_backward.py"
+_CALL_OF_PACK = "ntops_ext/torch/_qk_norm_rope_pack.py"
+
+_LAUNCHES = (
+    Mutation(
+        name="pieces-by-the-number-of-groups",
+        file=_CHOICES,
+        old="    if lanes > _MAX_HELD_LANES:\n",
+        new="    if lanes > (_MAX_HELD_LANES if num_groups >= _FEW_GROUPS else 8192):\n",
+        promise="A row's bits do not depend on the number of rows.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="warps-that-hold-the-same-columns",
+        file=_CHOICES,
+        old="        return GatedRMSNormConfig(rows_per_program=512 // lanes, num_warps=2)\n",
+        new="        return GatedRMSNormConfig(rows_per_program=512 // lanes, num_warps=4)\n",
+        promise="In place no warp reads what another has already written.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="tile-by-the-number-of-rows",
+        file=_CHOICES,
+        old="    return (remaining, *reversed(tile))\n",
+        new="    return (min(remaining, next_power_of_2(row_sizes[0])), *reversed(tile))\n",
+        promise="A new number of rows makes no new kernel.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="partial-sums-past-32-bits",
+        file=_CHOICES,
+        old="_MAX_PARTIAL_SUMS = 2**30\n",
+        new="_MAX_PARTIAL_SUMS = 2**32\n",
+        promise="Partial sums are addressed in 32 bits.",
+        tests=(_ROPE_BACKWARD,),
+    ),
+    Mutation(
+        name="mean-over-the-row",
+        file=_CALL_OF_NORM,
+        old="                1.0 / layout.group_size,\n",
+        new="                1.0 / input.shape[-1],\n",
+        promise="The mean is one over a group.",
+        tests=(_GATED_KERNEL + "::test_a_group_is_not_the_row",),
+    ),
+    Mutation(
+        name="absent-bias-is-plus-zero",
+        file=_CALL_OF_NORM,
+        old="                -0.0 if bias is None else bias,\n",
+        new="                0.0 if bias is None else bias,\n",
+        promise="Without a bias -0 stays -0.",
+        tests=(_GATED_KERNEL + "::test_no_bias_keeps_the_sign_of_zero",),
+    ),
+    Mutation(
+        name="options-without-types",
+        file=_CALL_OF_NORM,
+        old="    mode = (*options, *map(type, options), *[tensor is None",
+        new="    mode = (*options, *[tensor is None",
+        promise="1 is no bool, whatever came before.",
+        tests=(
+            _PREPARED + "::test_values_that_are_equal_and_wrong_are_refused",
+            _GATED,
+        ),
+    ),
+    Mutation(
+        name="norm-overlap-with-the-weight",
+        file=_CALL_OF_NORM,
+        old='    for name, tensor in (("gate", gate), ("weight", weight), ("bias", bias)):\n',
+        new='    for name, tensor in (("gate", gate), ("bias", bias)):\n',
+        promise="An `out` that shares memory with a parameter is refused.",
+        tests=(_GATED,),
+    ),
+    Mutation(
+        name="definition-of-any-strides",
+        file=_CALL_OF_NORM,
+        old="        return result.contiguous() if out is None else out.copy_(result)\n",
+        new="        return result if out is None else out.copy_(result)\n",
+        promise="A result that is allocated is contiguous.",
+        tests=(_GATED,),
+    ),
+    Mutation(
+        name="gradients-of-the-first-groups-weight",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="    weight = 1.0 if weight is None else weight[columns]\n",
+        new="    weight = 1.0 if weight is None else weight[: layout.group_size]\n",
+        promise="Each group has the weight of its own columns.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_wide_groups",),
+    ),
+    Mutation(
+        name="gradients-without-padding-by-ones",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="            padding=int(_pads_with_ones(layout)),\n",
+        new="            padding=0,\n",
+        promise="With an `eps` of 0, rows behind the last make no NaN.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_no_eps",),
+    ),
+    Mutation(
+        name="gradients-of-a-subnormal-eps",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="    return layout.eps < _SMALLEST_EPS and",
+        new="    return layout.eps == 0.0 and",
+        promise="An `eps` that an inverse root takes for 0 is treated as 0.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_an_eps_that_a_gpu_takes_for_zero",),
+    ),
+    Mutation(
+        name="partial-sums-that-nobody-writes",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="        num_blocks = -(-num_tiles // tiles_per_program)\n",
+        new="        num_blocks = min(num_tiles, config.max_row_blocks)\n",
+        promise="Every partial sum that is added was written.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_every_partial_sum_is_written",),
+    ),
+    Mutation(
+        name="parts-share-partial-sums",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="        first_block += num_blocks\n",
+        new="",
+        promise="The parts of a call that is cut have partial sums of their own.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_a_call_that_is_cut",),
+    ),
+    Mutation(
+        name="order-by-the-tokens-of-one-entry",
+        file=_CALL_OF_ROPE,
+        old="        order=rounding.order(batch * tokens * num_heads),\n",
+        new="        order=rounding.order(tokens * num_heads),\n",
+        promise="PyTorch's order of additions depends on all heads of a call.",
+        tests=(_ROPE_KERNEL + "::test_all_heads_of_a_call_decide_on_the_order",),
+    ),
+    Mutation(
+        name="order-of-k-by-the-heads-of-q",
+        file=_CALL_OF_PACK,
+        old="        k_order=rounding.order(batch * tokens * num_kv_heads),\n",
+        new="        k_order=rounding.order(batch * tokens * num_heads),\n",
+        promise="PyTorch's order of additions depends on all heads of a call, K's on K's.",
+        tests=(_ROPE_KERNEL + "::test_q_and_k_may_be_added_in_different_orders",),
+    ),
+    Mutation(
+        name="sixteen-rows-are-few",
+        file="ntops_ext/torch/_eager.py",
+        old="        return self.order_of_few_rows if num_rows < FEW_ROWS else",
+        new="        return self.order_of_few_rows if num_rows <= FEW_ROWS else",
+        promise="PyTorch lays out 16 rows as it does more.",
+        tests=(_EAGER_ROUNDING,),
+    ),
+    Mutation(
+        name="rounding-of-another-dtype",
+        file="ntops_ext/torch/_eager.py",
+        old="        key = (device, dtype, head_dim)\n",
+        new="        key = (device, head_dim)\n",
+        promise="How PyTorch rounds is found out for each dtype.",
+        tests=(_EAGER_ROUNDING,),
+    ),
+    Mutation(
+        name="rounding-under-the-callers-modes",
+        file="ntops_ext/torch/_eager.py",
+        old="        torch.autocast(device.type, enabled=False),\n",
+        new="",
+        promise="What the caller has switched on does not reach into the observation.",
+        tests=(_EAGER_ROUNDING,),
+    ),
+    Mutation(
+        name="rope-in-place-at-a-shift",
+        file=_CALL_OF_ROPE,
+        old="            tensor is input and _checks.is_same_view(out, input)\n",
+        new="            tensor is input\n",
+        promise="An `out` that overlaps the input at a shift is refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="rope-chunks-begin-the-table-anew",
+        file=_CALL_OF_ROPE,
+        old="            (input[batch, rows], output[batch, rows], weight, table[rows], eps)\n",
+        new="            (input[batch, rows], output[batch, rows], weight, table, eps)\n",
+        promise="A call that is cut equals one that is not.",
+        tests=(_ROPE_KERNEL + "::test_a_call_that_is_cut_equals_one_that_is_not",),
+    ),
+    Mutation(
+        name="pack-chunks-without-the-prefix",
+        file=_CALL_OF_PACK,
+        old="            max(chunk.row_start - prefix, 0), max(chunk.row_stop - prefix, 0)\n",
+        new="            chunk.row_start, max(chunk.row_stop - prefix, 0)\n",
+        promise="A call that is cut equals one that is not.",
+        tests=(_ROPE_KERNEL + "::test_a_call_that_is_cut_equals_one_that_is_not",),
+    ),
+    Mutation(
+        name="pack-overlap-of-other-rows",
+        file=_CALL_OF_PACK,
+        old="            if rows is None or not _checks.is_same_view(written[:, rows], tensor):\n",
+        new="            if rows is None:\n",
+        promise="A prefix or a source that overlaps other rows than its own is refused.",
+        tests=(_ROPE,),
+    ),
+    Mutation(
+        name="pack-one-prefix-is-kept",
+        file=_CALL_OF_PACK,
+        old='    return kept >= {"k_prefix", "v_prefix"}\n',
+        new='    return bool(kept & {"k_prefix", "v_prefix"})\n',
+        promise="A prefix that is not in place is copied, wherever the other is.",
+        tests=(
+            _PREPARED + "::test_prefixes_that_lie_elsewhere_are_copied",
+            _ROPE_KERNEL + "::test_packed_views_and_kept_prefixes",
+        ),
+    ),
+    Mutation(
+        name="pack-v-counts-no-version",
+        file=_CALL_OF_PACK,
+        old="        written = _WRITTEN if part.prefix or v_src is not None else _WRITTEN[:2]\n",
+        new="        written = _WRITTEN[:2]\n",
+        promise="Autograd notices that V was written.",
+        tests=(_PREPARED + "::test_written_tensors_count_a_version",),
+    ),
+    Mutation(
+        name="rope-gradient-chunks-share-partial-sums",
+        file=_CALL_OF_ROPE_GRADIENTS,
+        old="            start = stop\n",
+        new="",
+        promise="The launches of a call that is cut have partial sums of their own.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_it_is_cut_into_launches",),
+    ),
+    Mutation(
+        name="rope-gradient-loses-the-last-tokens",
+        file=_CALL_OF_ROPE_GRADIENTS,
+        old="                -(-(chunk.row_stop - chunk.row_start) // config.tokens_per_program),\n",
+        new="                (chunk.row_stop - chunk.row_start) // config.tokens_per_program or 1,\n",
+        promise="Every run of tokens has a partial sum.",
+        tests=(_ROPE_BACKWARD_KERNEL + "::test_what_pads_a_program_adds_nothing",),
+    ),
+)
+
+# -- Graphs, the module, the registration. ----------------------------------------------
+
+_TRACED = "ntops_ext/torch/_compiled.py"
+_MODULE = "ntops_ext/nn.py"
+_MEMBERS = "ntops_ext/registry.py"
+
+_SURFACE = (
+    Mutation(
+        name="fakes-of-the-inputs-strides",
+        file=_TRACED,
+        old="    return tensor.new_empty(tensor.shape)\n",
+        new="    return torch.empty_like(tensor)\n",
+        promise="A fake has the strides of the result.",
+        tests=(_COMPILED + "::test_fakes_have_the_strides_of_results",),
+    ),
+    Mutation(
+        name="schema-without-a-written-out",
+        file=_TRACED,
+        old='    f"gated_rms_norm_out({_GATED_RMS_NORM_ARGUMENTS}, Tensor(a!) out) -> ()",\n',
+        new='    f"gated_rms_norm_out({_GATED_RMS_NORM_ARGUMENTS}, Tensor out) -> ()",\n',
+        promise="A graph knows that `out` is written.",
+        tests=(_COMPILED + "::test_custom_operators_keep_pytorchs_rules",),
+    ),
+    Mutation(
+        name="schema-without-a-written-v",
+        file=_TRACED,
+        old="Tensor(b!) k_out, Tensor(c!) v_out,",
+        new="Tensor(b!) k_out, Tensor v_out,",
+        promise="A graph knows that V is written.",
+        tests=(_COMPILED + "::test_custom_operators_keep_pytorchs_rules",),
+    ),
+    Mutation(
+        name="layouts-of-inductors-choice",
+        file="ntops_ext/torch/_custom_ops.py",
+        old="tags=(torch.Tag.pt2_compliant_tag, _EXACT_STRIDES))\n",
+        new="tags=(torch.Tag.pt2_compliant_tag,))\n",
+        promise="Inductor hands over the strides that eager code would.",
+        tests=(_COMPILED + "::test_inductor_hands_over_the_strides_of_eager_code",),
+    ),
+    Mutation(
+        name="traced-out-loses-gradients",
+        file=_TRACED,
+        old="""\
+    if _is_differentiated(input, weight, gate, bias, out):
+        raise _gated_rms_norm.no_gradients_into_out()
+
+""",
+        new="",
+        promise="Gradients into `out` are refused in a graph, too.",
+        tests=(_COMPILED + "::test_gradients_into_what_is_given_are_refused",),
+    ),
+    Mutation(
+        name="second-gradients-of-a-graph",
+        file=_TRACED,
+        old="    _custom_ops.differentiate(backward_operator, None, refuse)\n",
+        new="",
+        promise="Second gradients of a graph are refused by name.",
+        tests=(_COMPILED + "::test_second_gradients_are_refused",),
+    ),
+    Mutation(
+        name="gradients-that-nobody-needs",
+        file=_TRACED,
+        old="        needs_input_grad = ctx.needs_input_grad[:num_differentiable]\n",
+        new="        needs_input_grad = [True] * num_differentiable\n",
+        promise="A graph computes only the gradients that are asked for.",
+        tests=(_COMPILED + "::test_only_the_gradients_that_are_asked_for",),
+    ),
+    Mutation(
+        name="module-begins-with-ones",
+        file=_MODULE,
+        old="            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)\n",
+        new="            torch.nn.init.ones_(self.weight)\n",
+        promise="A new module's scale, with its offset, is one.",
+        tests=(_NN,),
+    ),
+    Mutation(
+        name="module-without-parameters-takes-any-width",
+        file=_MODULE,
+        old="            if input.shape[-1:] != (self.hidden_size,):\n",
+        new="            if input.ndim == 0:\n",
+        promise="An input of another width is refused, parameters or not.",
+        tests=(_NN,),
+    ),
+    Mutation(
+        name="module-without-groups",
+        file=_MODULE,
+        old="            group_size=self.group_size,\n",
+        new="",
+        promise="The module computes what its arguments say.",
+        tests=(_NN,),
+    ),
+    Mutation(
+        name="what-others-registered-is-removed",
+        file=_MEMBERS,
+        old="        if vars(self.package).get(self.name) is not self.value:\n",
+        new="        if self.name not in vars(self.package):\n",
+        promise="`unregister` leaves what others have put there since.",
+        tests=(_REGISTRY,),
+    ),
+    Mutation(
+        name="listed-names-are-replaced",
+        file=_MEMBERS,
+        old="        is_taken = previous is not _ABSENT or name in package.__all__\n",
+        new="        is_taken = previous is not _ABSENT\n",
+        promise="A name that ntops lists stays its own unless it is asked to be replaced.",
+        tests=(_REGISTRY,),
+    ),
+    Mutation(
+        name="listed-names-are-removed",
+        file=_MEMBERS,
+        old="        if not self.was_listed and self.name in self.package.__all__:\n",
+        new="        if self.name in self.package.__all__:\n",
+        promise="`unregister` leaves ntops' own names in its list.",
+        tests=(_REGISTRY,),
+    ),
+)
+
+MUTATIONS = (
+    *_LAUNCH_PLANS,
+    *_PREPARED_CALLS,
+    *_ARGUMENTS,
+    *_KERNELS,
+    *_LAUNCHES,
+    *_SURFACE,
+)
