@@ -651,9 +651,11 @@ class PlanCache:
 
 
 def _is_capturing():
-    capturing = getattr(torch.get_device_module(), "is_current_stream_capturing", None)
+    module = torch.get_device_module()
+    capturing = getattr(module, "is_current_stream_capturing", None)
 
-    return capturing is not None and capturing()
+    # A build of PyTorch for a GPU that is not there has the function, which then raises.
+    return capturing is not None and module.is_initialized() and capturing()
 
 
 # Every handle's cache by its number, for as long as the handle lives.

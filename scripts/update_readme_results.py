@@ -403,6 +403,68 @@ def summary(folder):
     ]
 
 
+def versions(folder):
+    """Every environment that `check_versions.py` made, and how the tests ended in it."""
+
+    return versions_table(results.read(folder / "versions.jsonl"))
+
+
+def versions_table(records):
+    kinds = {kind: None for record in records for kind in record["outcomes"]}
+
+    return _rows(
+        ("Python", "PyTorch", "Triton", "NumPy", *kinds, "tests"),
+        [
+            (
+                *(record["environment"][name] for name in _VERSIONED),
+                *(_outcome(record["outcomes"].get(kind)) for kind in kinds),
+                "all" if record["is_full"] else "some",
+            )
+            for record in records
+        ],
+    )
+
+
+_VERSIONED = ("python", "torch", "triton", "numpy")
+
+
+def _outcome(outcome):
+    """How many passed, and how many did not."""
+
+    if outcome is None:
+        return "not run"
+
+    failed = f", {outcome['failed']} failed" if outcome["failed"] else ""
+    skipped = f" ({outcome['skipped']} skipped)" if outcome["skipped"] else ""
+
+    return f"{outcome['passed']}{failed}{skipped}"
+
+
+def supported_versions(folder):
+    """Of each package, the versions of the environments that `check_versions.py` made."""
+
+    environments = [
+        record["environment"] for record in results.read(folder / "versions.jsonl")
+    ]
+
+    def tried(name):
+        versions = {one[name].partition("+")[0] for one in environments}
+
+        return ", ".join(
+            sorted(versions, key=lambda version: [*map(int, version.split("."))])
+        )
+
+    names = {"python": "Python", "ninetoothed": "NineToothed", "torch": "PyTorch"} | {
+        "triton": "Triton",
+        "numpy": "NumPy",
+    }
+
+    return _rows(
+        ("package", "versions tried"),
+        [(title, tried(name)) for name, title in names.items()],
+    )
+
+
 TABLES = {
     "gated_rms_norm": gated_rms_norm,
     "gated_rms_norm-backward": gated_rms_norm_backward,
@@ -412,6 +474,8 @@ TABLES = {
     "ntops-host-time": ntops_host_time,
     "rope_pack": rope_pack,
     "summary": summary,
+    "supported-versions": supported_versions,
+    "versions": versions,
 }
 
 

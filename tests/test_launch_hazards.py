@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import types
 import weakref
 
 import launch_kernels
@@ -493,11 +494,10 @@ def test_nothing_is_evicted_during_a_capture(driver, monkeypatch):
 
     handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=1)
     capturing = True
+    module = torch.get_device_module()
+    monkeypatch.setattr(module, "is_initialized", lambda: True)
     monkeypatch.setattr(
-        torch.get_device_module(),
-        "is_current_stream_capturing",
-        lambda: capturing,
-        raising=False,
+        module, "is_current_stream_capturing", lambda: capturing, raising=False
     )
 
     for count in (1, 2, 3, 1):
@@ -510,6 +510,24 @@ def test_nothing_is_evicted_during_a_capture(driver, monkeypatch):
     assert handle.cache_info().evictions == 1
     handle(rows(2), 0.5, rows(2))
     assert handle.cache_info().hits == 2
+
+
+def test_a_device_that_is_not_in_use_is_not_asked_for_a_capture(driver, monkeypatch):
+    """A build of PyTorch for a GPU raises there, where it has none."""
+
+    def raises():
+        raise RuntimeError("no device")
+
+    module = types.SimpleNamespace(
+        is_initialized=lambda: False, is_current_stream_capturing=raises
+    )
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=1)
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
+
+    for count in (1, 2):
+        handle(rows(count), 0.5, rows(count))
+
+    assert handle.cache_info().evictions == 1
 
 
 # Invalidation.

@@ -81,11 +81,12 @@ def test_every_script_is_run_here_or_named(script):
 
     untested = {
         "benchmark_qk_norm_rope_backward.py": "needs a GPU",
+        "check_versions.py": "makes environments, and has tests of its parts",
         "plot_results.py": "has a test of its own",
         "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
         "run_sanitizer.py": "has a test of its own",
         "run_tests.py": "runs this",
-        "run_triton_versions.py": "makes environments",
+        "stand_in_cuda.py": "has a test of its own",
         "update_readme_results.py": "has a test of its own",
     }
 

@@ -276,9 +276,9 @@ def gated_rms_norm_backward_application(
 
             if activation != 0:
                 gate_loaded = gate[step, piece]
-                is_precise = (
-                    input_loaded.dtype == ntl.float32
-                    or gate_loaded.dtype == ntl.float32
+                # Not `or`, which Triton 3.3 has not for what a comparison of dtypes gives.
+                is_precise = (input_loaded.dtype == ntl.float32) | (
+                    gate_loaded.dtype == ntl.float32
                 )
                 wide_gate = ntl.cast(gate_loaded, ntl.float32)
                 sigmoid = _sigmoid(wide_gate, is_precise)
@@ -424,8 +424,9 @@ def gated_rms_norm_statistics_application(
 
         if activation != 0:
             gate_loaded = gate[piece]
-            is_precise = (
-                value_loaded.dtype == ntl.float32 or gate_loaded.dtype == ntl.float32
+            # Not `or`, which Triton 3.3 has not for what a comparison of dtypes gives.
+            is_precise = (value_loaded.dtype == ntl.float32) | (
+                gate_loaded.dtype == ntl.float32
             )
             factor = ntl.cast(gate_loaded, ntl.float32)
             sigmoid = _sigmoid(factor, is_precise)
