@@ -564,8 +564,13 @@ _LAUNCH_PLANS = (
     Mutation(
         name="applied-twice",
         file="ninetoothed_patches/materializer.py",
-        old="    if _original_call is not None:\n        return\n\n",
-        new="",
+        old="""\
+        if _original_call is None:
+            _original_call = _install(max_plans)
+""",
+        new="""\
+        _original_call = _install(max_plans)
+""",
         promise="Applying twice is applying once, and `revert` restores NineToothed.",
         tests=(_MATERIALIZER,),
     ),
@@ -1335,8 +1340,12 @@ _KERNELS = (
     Mutation(
         name="norm-gradient-of-a-bias-is-not-gated",
         file=_NORM_GRADIENTS,
-        old="            if activation != 0 and norm_before_gate:\n                bias_sum",
-        new="            if activation != 0 and norm_before_gate == 0:\n                bias_sum",
+        old="""\
+                if activation != 0 and norm_before_gate:
+                    bias_sums""",
+        new="""\
+                if activation != 0 and norm_before_gate == 0:
+                    bias_sums""",
         promise="Where the gate comes last, the gradient of the bias is gated.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
@@ -1344,13 +1353,13 @@ _KERNELS = (
         name="norm-gradient-of-the-input-is-not-gated",
         file=_NORM_GRADIENTS,
         old="""\
-            if activation != 0 and norm_before_gate == 0:
-                grad_input[step] = grad_value * factor
-            else:
-                grad_input[step] = grad_value
+                if activation != 0 and norm_before_gate == 0:
+                    grad_input[step, last_piece] = grad_value * factors[last_piece]
+                else:
+                    grad_input[step, last_piece] = grad_value
 """,
         new="""\
-            grad_input[step] = grad_value
+                grad_input[step, last_piece] = grad_value
 """,
         promise="Where the gate comes first, the gradient of the input is gated.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
@@ -1387,8 +1396,8 @@ _KERNELS = (
     Mutation(
         name="norm-gradient-products-are-contracted",
         file=_NORM_GRADIENTS,
-        old="            product_total = _sum_of_columns(ntl.fma(value, weighted, 0.0))\n",
-        new="            product_total = _sum_of_columns(value * weighted)\n",
+        old="                products = ntl.fma(value, weighted, products)\n",
+        new="                products = products + value * weighted\n",
         promise="No sum of a product is left to the compiler.",
         tests=(
             _GATED_BACKWARD_OFFLINE
