@@ -284,7 +284,8 @@ def norm_calls(device):
     for mode in some:
         yield make_call(2, 3, 96, dtype=torch.float16, mode=mode, device=device).run
         yield make_call(7, 128, mode=mode, weight=False, device=device).run
-        # A group that takes several pieces.
+        # Groups in pieces: held, and read twice.
+        yield make_call(3, 1536, mode=mode, device=device).run
         yield make_call(2, 20000, mode=mode, device=device).run
 
     # As many rows as take a kernel that reads weight and bias after the sum.
@@ -319,6 +320,7 @@ def norm_gradients(device):
             ((5, 40), {"weight": False, "dtype": torch.bfloat16}),
             ((5, 192), {"group_size": 64}),
             ((2, 3, 96), {"dtype": torch.float16}),
+            ((3, 1536), {}),
             ((2, 20000), {}),
         )
     ]
