@@ -42,7 +42,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 class Environment:
     """What is installed.
 
-    :param pins: Requirements beside those of pyproject.toml.
+    :param pins: Requirements beside those of pyproject.toml, installed without what they need.
     :param kinds: Of `TESTS`.
     """
 
@@ -65,15 +65,25 @@ class Environment:
 ENVIRONMENTS = (
     # The oldest of everything, with the Triton that this PyTorch asks for.
     Environment(python="3.10", torch="2.7.1", triton="3.3.1", pins=("numpy==1.26.4",)),
+    Environment(python="3.11", torch="2.13.0", triton="3.2.0", kinds=("launch plans",)),
     # What PyTorch does with the operators is the same with all of these.
     *(
         Environment(
             python="3.11",
             torch="2.13.0",
             triton=version,
+            pins=pins,
             kinds=("launch plans", "compiled offline", "interpreted"),
         )
-        for version in ("3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0")
+        for version, pins in (
+            # Their interpreter takes one-element arrays for numbers, as NumPy did before 2.4.
+            ("3.3.1", ("numpy<2.4",)),
+            ("3.4.0", ("numpy<2.4",)),
+            ("3.5.1", ()),
+            ("3.6.0", ()),
+            ("3.7.1", ()),
+            ("3.8.0", ()),
+        )
     ),
     Environment(python="3.11", torch="2.13.0", triton="3.9.0"),
     Environment(python="3.11", torch="2.14.1", triton="3.8.0"),
@@ -233,7 +243,7 @@ def make_environment(environment, folder, wheels, without_cuda):
     _run(shared_python, "-m", "venv", "--without-pip", place)
     own = _packages(python)
     # Before 3.5 Triton needs `pkg_resources`-era setuptools at run time, which a new environment lacks.
-    packages = ["setuptools<80"]
+    packages = ["setuptools<80", *environment.pins]
 
     if not list(shared.glob(f"triton-{environment.triton}.dist-info")):
         packages.append(f"triton=={environment.triton}")
@@ -280,10 +290,10 @@ def _share(environment, folder, wheels, without_cuda):
 
         if without_cuda:
             _run(*install, "--no-deps", release, "--editable", ROOT)
-            _run(*install, *environment.pins, *_requirements(python))
+            _run(*install, *_requirements(python))
             stand_in_cuda.make_stand_ins(_packages(python))
         else:
-            _run(*install, release, *environment.pins, "--editable", f"{ROOT}[testing]")
+            _run(*install, release, "--editable", f"{ROOT}[testing]")
 
         (place / "ready").touch()
 

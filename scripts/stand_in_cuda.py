@@ -81,7 +81,7 @@ def _owners_of_versions(printed):
 
 def _compile(path, versions, unversioned):
     names = sorted(unversioned.union(*versions.values()))
-    source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names)
+    source = "".join(map(_define, names))
     script = "".join(
         f"{version} {{ global: {'; '.join(sorted(of_version))}; }};\n"
         for version, of_version in versions.items()
@@ -98,6 +98,15 @@ def _compile(path, versions, unversioned):
             command.append(f"-Wl,--version-script={script_file}")
 
         subprocess.run([*command, f"-Wl,-soname,{path.name}", "-o", path], check=True)
+
+
+def _define(name):
+    """A function in C: most return a status, the others what a status means."""
+
+    if name.endswith(("ErrorName", "ErrorString", "GetString")):
+        return f'const char *{name}(void) {{ return "no device"; }}\n'
+
+    return f"int {name}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 def _readelf(*arguments):
