@@ -25,8 +25,8 @@ class GatedRMSNorm(torch.nn.Module):
     :param device: Where the parameters are made.
     :param dtype: Of the parameters: float16, bfloat16 or float32; `None` means PyTorch's
         default. It may differ from that of the input, which is that of the result.
-    :raises TypeError, ValueError: If an argument is of a wrong kind, dtype or value. The
-        message names it.
+    :raises TypeError, ValueError: If an argument is of a wrong kind, dtype or value, or a
+        device that there is not. The message names it.
 
     >>> norm = GatedRMSNorm(4, norm_before_gate=False)
     >>> norm
@@ -88,6 +88,7 @@ class GatedRMSNorm(torch.nn.Module):
             )
 
         self._check(bias, dtype)
+        _check_device(device)
 
         for name, is_present in (("weight", elementwise_affine), ("bias", bias)):
             parameter = None
@@ -133,7 +134,9 @@ class GatedRMSNorm(torch.nn.Module):
         """
 
         # With parameters, their shape is checked against the input's.
-        if self.weight is None and isinstance(input, torch.Tensor):
+        if self.weight is None:
+            _checks.check_kind("input", input)
+
             if input.shape[-1:] != (self.hidden_size,):
                 raise ValueError(
                     f"`input` must have {self.hidden_size} columns, the module's"
@@ -174,3 +177,25 @@ class GatedRMSNorm(torch.nn.Module):
             options.append("bias=True")
 
         return ", ".join([str(self.hidden_size), f"eps={self.eps!r}", *options])
+
+
+def _check_device(device):
+    """Refuse what PyTorch can make no parameters on, whose own errors name no argument.
+
+    :raises TypeError: If `device` is nothing that names a device.
+    :raises ValueError: If it names none that there is here.
+    """
+
+    try:
+        torch.empty(0, device=device)
+    except TypeError as error:
+        raise TypeError(
+            f"`device` must be a torch.device, a name or a number of one, or None, but is"
+            f" {device!r}."
+        ) from error
+    except (AssertionError, ImportError, RuntimeError) as error:
+        # A PyTorch that was built without CUDA asserts that it has it, and one without a module for a device imports it.
+        raise ValueError(
+            f"`device` must be a device that PyTorch can use here, but is {device!r}:"
+            f" {error}"
+        ) from error

@@ -32,10 +32,16 @@ def check_tensor(name, value):
 
 
 def check_kind(name, value):
-    """:raises TypeError: If `value` is not a tensor, or a sparse one."""
+    """:raises TypeError: If `value` is not a tensor, or a sparse or a nested one."""
 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor, but is a {type_name(value)}.")
+
+    if value.is_nested:
+        raise TypeError(
+            f"`{name}` must be a dense (strided) tensor, but is a nested one, whose"
+            f" layout is {value.layout}."
+        )
 
     if value.layout is not torch.strided:
         raise TypeError(

@@ -112,6 +112,9 @@ def compute(
 
     is_differentiated = _layouts.requires_grad(tensors)
 
+    if is_differentiated:
+        _layouts.check_can_be_saved(_NAMES, arguments)
+
     if out is not None:
         if is_differentiated:
             raise no_gradients_into_out()
@@ -135,7 +138,13 @@ def compute(
             weight_offset=layout.weight_offset,
         )
 
-        return result.contiguous() if out is None else out.copy_(result)
+        if out is None:
+            return result.contiguous()
+
+        # What `copy_` returns would be of the class of `result`, which that of any argument may decide.
+        out.copy_(result)
+
+        return out
 
     if is_differentiated:
         if _layouts.carries_tangents(tensors):

@@ -109,6 +109,25 @@ def requires_grad(tensors):
     return forward_ad._current_level >= 0 and carries_tangents(tensors)
 
 
+def check_can_be_saved(names, arguments):
+    """Refuse tensors that autograd cannot keep for a backward pass.
+
+    :param names: What the arguments are called; those that are absent are None.
+    :raises ValueError: If one was made in inference mode, where autograd would record the call.
+    """
+
+    if not torch.is_grad_enabled():
+        return
+
+    for name, argument in zip(names, arguments, strict=True):
+        if argument is not None and argument.is_inference():
+            raise ValueError(
+                f"`{name}` was made in inference mode, and cannot be saved for the backward"
+                f" pass of a call that autograd records: pass `{name}.clone()`, or use"
+                f" torch.no_grad()."
+            )
+
+
 def carries_tangents(tensors):
     """Whether forward-mode autograd would have to carry on tangents of these tensors."""
 

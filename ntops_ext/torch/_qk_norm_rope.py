@@ -94,6 +94,7 @@ def _differentiable(input, weight, rope, eps, out):
         )
 
     check_gradients(rope, out)
+    _layouts.check_can_be_saved(_NAMES[:3], (input, weight, rope))
 
     if not runs_kernel(input):
         return reference.qk_norm_rope(input, weight, rope, eps)
@@ -146,7 +147,13 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
     if not runs_kernel(input):
         result = reference.qk_norm_rope(input, weight, rope, eps)
 
-        return result if out is None else out.copy_(result)
+        if out is None:
+            return result
+
+        # What `copy_` returns would be of the class of `result`, which that of any argument may decide.
+        out.copy_(result)
+
+        return out
 
     output = out
 

@@ -57,7 +57,8 @@ def gated_rms_norm(
         columns of one of its rows span at most 2**31 elements of memory.
     :return: `out`, or a new contiguous tensor of the shape and dtype of `input`.
     :raises TypeError: If an argument is of a wrong kind or dtype.
-    :raises ValueError: If a shape, device, overlap or value is wrong.
+    :raises ValueError: If a shape, device, overlap or value is wrong, or a tensor was made in
+        inference mode while gradients are recorded.
     :raises NotImplementedError: If the kernel would run on tensors with tangents (forward
         mode), or second derivatives are asked for.
 

@@ -50,8 +50,8 @@ def qk_norm_rope(
     :return: `out`, or a new contiguous tensor, whatever `input`'s strides are.
     :raises TypeError: If an argument is of the wrong kind or dtype.
     :raises ValueError: If a shape, a stride, a device or a value is wrong, if `rope` is a
-        lazy conjugate, or if `out` shares memory with an argument it is not, or is given
-        where gradients are recorded.
+        lazy conjugate, or if `out` shares memory with an argument it is not; where
+        gradients are recorded, if `out` is given or a tensor was made in inference mode.
     :raises NotImplementedError: If `rope` requires a gradient while they are enabled, or if
         an argument carries a forward-mode tangent.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.

@@ -1,0 +1,509 @@
+"""Arguments of the operators, right and wrong in every way that comes to mind, and what must become of a call of them.
+
+A call with nothing wrong gives what the definition gives. One with something wrong raises a documented error that names
+what is wrong. Whatever happens, nothing is written but the elements of the outputs, and on an error not even those: the
+memory of every argument, with the canaries around it, is compared as bytes.
+"""
+
+import dataclasses
+import decimal
+import enum
+import fractions
+import re
+
+import numpy as np
+import torch
+from comparison import assert_rounded_once
+from hypothesis import strategies as st
+
+DOCUMENTED = (TypeError, ValueError, RuntimeError, NotImplementedError)
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+CANARY = -11.375
+
+
+class Subclass(torch.Tensor):
+    """A subclass that changes nothing: a tensor like any other."""
+
+
+class Size(enum.IntEnum):
+    """An int, for all that matters."""
+
+    FOUR = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """An argument.
+
+    :param value: What is passed.
+    :param error: The error it must raise, or None if nothing is wrong with it.
+    :param is_unsure: Whether it may be refused, or computed right: tensors of kinds that nothing is said of.
+    """
+
+    value: object
+    error: type | None = None
+    is_unsure: bool = False
+
+
+def right(value):
+    return Drawn(value)
+
+
+def wrong(error, value):
+    return Drawn(value, error)
+
+
+def unsure(value):
+    return Drawn(value, is_unsure=True)
+
+
+# Tensors.
+
+
+def embedded(shape, dtype, layout, seed=0):
+    """Normal numbers in one of the layouts, within a larger buffer of canaries."""
+
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.float32 if dtype.is_complex or dtype not in FLOATS else dtype
+    values = torch.randn(shape, generator=generator).to(source)
+    shape = tuple(shape)
+    *others, last = shape or (1,)
+    offset, step, pad = 16, 1, 0
+
+    if layout == "misaligned":
+        offset = 17
+    elif layout == "padded":
+        pad = 3
+    elif layout == "every second":
+        step = 2
+
+    row = last * step + pad
+    strides = [step]
+
+    for size in reversed(others):
+        strides.insert(0, row)
+        row *= max(size, 1)
+
+    if layout == "columns first" and len(shape) > 1:
+        strides = [1]
+
+        for size in shape[:-1]:
+            strides.append(strides[-1] * max(size, 1))
+
+    if layout == "expanded" and len(shape) > 1:
+        strides[0] = 0
+
+    strides = strides[: len(shape)]
+    size = 64 + sum(
+        max(size, 1) * stride for size, stride in zip(shape, strides, strict=True)
+    )
+    buffer = torch.full((size,), CANARY).to(dtype)
+    tensor = buffer.as_strided(shape, strides, offset)
+
+    if layout == "expanded" and len(shape) > 1:
+        if shape[0]:
+            tensor[0].copy_(values[0].to(dtype))
+    else:
+        tensor.copy_(values.to(dtype))
+
+    return tensor
+
+
+LAYOUTS = ["dense", "misaligned", "padded", "every second", "columns first", "expanded"]
+
+
+@st.composite
+def tensors(draw, shape, *, dtypes=FLOATS, layouts=LAYOUTS, is_written=False):
+    """What is right in a tensor's place."""
+
+    layouts = [name for name in layouts if not (is_written and name == "expanded")]
+    tensor = embedded(
+        shape,
+        draw(st.sampled_from(dtypes)),
+        draw(st.sampled_from(["dense", "dense", *layouts])),
+        draw(st.integers(0, 3)),
+    )
+    kind = draw(st.sampled_from(["plain"] * 6 + ["zeros", "inference", "subclass"]))
+
+    if kind == "zeros" and not is_written and tensor.numel():
+        tensor[..., : max(tensor.shape[-1] // 2, 1)].zero_()
+    elif kind == "inference":
+        with torch.inference_mode():
+            clone = tensor.clone()
+
+        return clone if not is_written else tensor
+    elif kind == "subclass":
+        return tensor.as_subclass(Subclass)
+
+    return tensor
+
+
+NO_TENSORS = [None, "text", 3, 1.0, True, [1.0], (), {}, b"", object(), torch.float16]
+NO_TENSORS += [np.ones(8, np.float32), np.float32(1), torch.nn.Linear, torch.Size([8])]
+
+
+class _Disguised:
+    """What has the attributes of a tensor and is none."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor whose elements are another one's: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, tensor):
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        wrapper.tensor = tensor
+
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        def unwrapped(value):
+            return value.tensor if isinstance(value, cls) else value
+
+        return function(
+            *torch.utils._pytree.tree_map(unwrapped, arguments),
+            **torch.utils._pytree.tree_map(unwrapped, keywords or {}),
+        )
+
+
+def _quantized(shape):
+    return torch.quantize_per_tensor(torch.zeros(shape), 0.1, 0, torch.quint8)
+
+
+def _named(tensor):
+    if not hasattr(tensor, "rename"):
+        # Later versions of PyTorch have no names of dimensions.
+        return tensor
+
+    return tensor.rename(*(f"d{index}" for index in range(tensor.ndim)))
+
+
+# By name, what is made of a shape and a dtype, and what it raises: None if that is open.
+WRONG_KINDS = {
+    "int64": (lambda shape, dtype: embedded(shape, torch.int64, "dense"), TypeError),
+    "bool": (lambda shape, dtype: torch.ones(shape, dtype=torch.bool), TypeError),
+    "float64": (lambda shape, dtype: torch.ones(shape, dtype=torch.float64), TypeError),
+    "complex64": (
+        lambda shape, dtype: torch.ones(shape, dtype=torch.complex128),
+        TypeError,
+    ),
+    "float8": (
+        lambda shape, dtype: torch.zeros(shape, dtype=torch.uint8).view(
+            torch.float8_e5m2
+        ),
+        TypeError,
+    ),
+    "quantized": (lambda shape, dtype: _quantized(shape), TypeError),
+    "sparse": (
+        lambda shape, dtype: torch.ones(shape, dtype=dtype).to_sparse(),
+        TypeError,
+    ),
+    "negative": (
+        lambda shape, dtype: torch._neg_view(embedded(shape, dtype, "dense")),
+        ValueError,
+    ),
+    "imaginary": (
+        lambda shape, dtype: torch.ones(shape, dtype=torch.complex64).conj().imag,
+        (TypeError, ValueError),
+    ),
+    "meta": (
+        lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+        ValueError,
+    ),
+    "disguised": (
+        lambda shape, dtype: _Disguised(embedded(shape, dtype, "dense")),
+        TypeError,
+    ),
+    "nested": (
+        lambda shape, dtype: torch.nested.nested_tensor([torch.ones(4), torch.ones(2)]),
+        (TypeError, ValueError),
+    ),
+    "jagged": (
+        lambda shape, dtype: torch.nested.nested_tensor(
+            [torch.ones(4, 2), torch.ones(2, 2)], layout=torch.jagged
+        ),
+        (TypeError, ValueError),
+    ),
+    "mkldnn": (
+        lambda shape, dtype: torch.ones(shape or (1,)).to_mkldnn(),
+        (TypeError, ValueError),
+    ),
+    "named": (lambda shape, dtype: _named(embedded(shape, dtype, "dense")), None),
+    "wrapper": (lambda shape, dtype: _Wrapper(embedded(shape, dtype, "dense")), None),
+}
+
+
+@st.composite
+def no_right_tensors(draw, shape, *, dtype=torch.float32, is_optional=True):
+    """What is wrong in the place of a tensor of this shape."""
+
+    what = draw(st.sampled_from(["kind", "kind", "shape", "no tensor"]))
+
+    if what == "no tensor":
+        value = draw(st.sampled_from([*NO_TENSORS[is_optional:]]))
+
+        return wrong(TypeError, value)
+
+    if what == "shape":
+        # Of what is not optional, the others' shapes follow: they may be right for this one.
+        certain = wrong if is_optional else lambda error, value: unsure(value)
+        other = draw(st.sampled_from(other_shapes(tuple(shape))))
+
+        return certain(ValueError, embedded(other, dtype, "dense"))
+
+    make, error = WRONG_KINDS[draw(st.sampled_from(list(WRONG_KINDS)))]
+    value = make(tuple(shape), dtype)
+
+    if not is_optional and isinstance(value, torch.Tensor) and value.is_meta:
+        return unsure(value)
+
+    return unsure(value) if error is None else wrong(error, value)
+
+
+def other_shapes(shape):
+    candidates = [(*shape, 1), (1, *shape), shape[:-1], shape[1:], ()]
+    candidates += [(*shape[:-1], shape[-1] + 1)] if shape else [(1,)]
+    candidates += [(*shape[:-1], 1), (shape[0] + 1, *shape[1:])] if shape else []
+
+    return [candidate for candidate in candidates if candidate != shape]
+
+
+# Numbers and flags.
+
+RIGHT_EPS = [1e-5, 1e-6, 1.0, 1, 0.0, -0.0, 0, np.float32(1e-5), np.float64(1e-5)]
+RIGHT_EPS += [np.int64(1), np.float16(0.5), fractions.Fraction(1, 3), 1e30, Size.FOUR]
+
+NO_NUMBERS = [None, "1e-5", [1e-5], (), {}, 1j, True, False, np.bool_(True), object()]
+NO_NUMBERS += [torch.tensor(1e-5), torch.tensor([1e-5]), decimal.Decimal("0.1"), {1}]
+NO_NUMBERS += [np.array([1e-5]), np.complex64(1), b"1"]
+
+INFINITE = [float("nan"), float("inf"), float("-inf"), np.float32("nan"), 10**400]
+INFINITE += [np.float64("inf"), fractions.Fraction(10**400, 3), -(10**400)]
+
+eps = st.one_of(
+    st.sampled_from(RIGHT_EPS).map(right),
+    st.floats(0, 4, width=32, allow_subnormal=False).map(right),
+)
+no_eps = st.one_of(
+    st.sampled_from(NO_NUMBERS).map(lambda value: wrong(TypeError, value)),
+    st.sampled_from([*INFINITE, -1e-5, -1, np.float32(-1), fractions.Fraction(-1)]).map(
+        lambda value: wrong(ValueError, value)
+    ),
+)
+offsets = st.sampled_from(
+    [0.0, -0.0, 0, 1.0, 1, -1.0, np.float32(0.5), np.int64(2), fractions.Fraction(1, 4)]
+).map(right)
+no_offsets = st.one_of(
+    st.sampled_from(NO_NUMBERS).map(lambda value: wrong(TypeError, value)),
+    st.sampled_from(INFINITE).map(lambda value: wrong(ValueError, value)),
+)
+NO_FLAGS = [0, 1, None, "yes", 1.0, np.bool_(True), [], torch.tensor(True), object()]
+no_flags = st.sampled_from(NO_FLAGS).map(lambda value: wrong(TypeError, value))
+NO_ACTIVATIONS = ["gelu", "", "SiLU", "silu ", None, 3, ["silu"], b"silu", {}, object()]
+NO_ACTIVATIONS += [torch.sigmoid, True, np.str_("relu")]
+no_activations = st.sampled_from(NO_ACTIVATIONS).map(
+    lambda value: wrong(ValueError, value)
+)
+
+
+def group_sizes(columns):
+    divisors = [size for size in range(1, columns + 1) if columns % size == 0]
+
+    return st.sampled_from(
+        [
+            None,
+            *divisors,
+            *map(np.int64, divisors),
+            *([Size.FOUR] if columns % 4 == 0 else []),
+        ]
+    ).map(right)
+
+
+def no_group_sizes(columns):
+    sizes = [0, -1, columns + 1, 2 * columns + 1, 10**30, -(10**30), np.int64(-3)]
+    kinds = [1.0, True, "4", [4], (4,), torch.tensor(4), np.float32(4), np.bool_(1), {}]
+
+    return st.one_of(
+        st.sampled_from(sizes).map(lambda value: wrong(ValueError, value)),
+        st.sampled_from(kinds).map(lambda value: wrong(TypeError, value)),
+    )
+
+
+# Calls.
+
+
+@dataclasses.dataclass
+class Call:
+    """Arguments of one call by name, and what is wrong with them."""
+
+    arguments: dict
+    errors: dict
+    is_unsure: bool
+
+    @classmethod
+    def of(cls, drawn, errors=()):
+        return cls(
+            {name: argument.value for name, argument in drawn.items()},
+            {
+                name: argument.error
+                for name, argument in drawn.items()
+                if argument.error is not None
+            }
+            | dict(errors),
+            any(argument.is_unsure for argument in drawn.values()),
+        )
+
+    def describe(self):
+        return {name: _describe(value) for name, value in self.arguments.items()}
+
+
+def _describe(value):
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+
+    if value.is_nested or value.layout is not torch.strided:
+        return type(value).__name__, str(value.layout), value.is_nested
+
+    return type(value).__name__, tuple(value.shape), value.stride(), value.dtype
+
+
+class Memory:
+    """The bytes of all memory that some arguments lie in."""
+
+    def __init__(self, values):
+        self._before = []
+
+        for value in values:
+            value = getattr(value, "tensor", value)
+            value = getattr(value, "_tensor", value)
+
+            if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+                continue
+
+            try:
+                storage = value.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                # Sparse, jagged, of another library: no memory as such.
+                continue
+
+            if not value.is_nested and storage.data_ptr():
+                self._before.append((storage, self._bytes(storage).clone()))
+
+    @staticmethod
+    def _bytes(storage):
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def assert_unchanged(self, *, but=()):
+        """Require all bytes to be as before, but those of the elements of some tensors."""
+
+        for storage, before in self._before:
+            now = self._bytes(storage).clone()
+
+            for tensor in but:
+                if tensor.untyped_storage().data_ptr() == storage.data_ptr():
+                    for memory in (before, now):
+                        _elements(memory, tensor).zero_()
+
+            assert torch.equal(before, now), "memory beside the outputs was written"
+
+
+def _elements(memory, tensor):
+    size = tensor.element_size()
+
+    return memory.as_strided(
+        (*tensor.shape, size),
+        (*(stride * size for stride in tensor.stride()), 1),
+        tensor.storage_offset() * size,
+    )
+
+
+def check_error(call, error):
+    """Require a documented error that names an argument which is wrong."""
+
+    message = str(error)
+    assert type(error) in DOCUMENTED, f"{type(error).__name__}: {message}"
+    assert call.errors or call.is_unsure, f"refused though right: {message}"
+    named = set(re.findall(r"`(\w+)", message))
+    expected = call.errors.keys()
+
+    if call.is_unsure:
+        # What is wrong may be how the others go with it.
+        expected = call.arguments.keys()
+
+    assert named & expected, f"{message!r} names none of {sorted(expected)}"
+    kinds = [call.errors[name] for name in named & set(call.errors)]
+    assert not kinds or any(isinstance(error, kind) for kind in kinds), (
+        f"{type(error).__name__} for {call.errors}: {message}"
+    )
+
+
+def run(function, call, check, *, written=()):
+    """Call `function`, and require what must become of it.
+
+    :param check: Takes the result of a call that was not refused.
+    :param written: The names of the arguments that are written.
+    """
+
+    memory = Memory(call.arguments.values())
+
+    try:
+        result = function(**call.arguments)
+    except BaseException as error:
+        memory.assert_unchanged()
+        check_error(call, error)
+
+        return type(error).__name__
+
+    assert not call.errors, f"not refused: {call.errors} in {call.describe()}"
+    memory.assert_unchanged(
+        but=[call.arguments[name] for name in written if name in call.arguments]
+    )
+    check(result)
+
+    return "computed"
+
+
+def make_leaves(call, names):
+    """Let some of the tensors require gradients; those of inference mode cannot, and cannot be saved either."""
+
+    tensors = {
+        name: value
+        for name, value in call.arguments.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+    for name in names & tensors.keys():
+        if not tensors[name].is_inference():
+            call.arguments[name] = tensors[name].detach().requires_grad_()
+
+    if leaves_of(call):
+        call.errors |= {
+            name: ValueError
+            for name, tensor in tensors.items()
+            if tensor.is_inference()
+        }
+
+
+def leaves_of(call):
+    return {
+        name: value
+        for name, value in call.arguments.items()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    }
+
+
+def assert_near(actual, exact, error, **options):
+    """`assert_rounded_once`, of tensors of any kind."""
+
+    assert_rounded_once(actual.as_subclass(torch.Tensor), exact, error, **options)

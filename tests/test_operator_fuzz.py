@@ -1,0 +1,193 @@
+"""The operators under fuzz, on CPU tensors: right calls give what the definition gives, wrong ones say what is wrong.
+
+`tests/operator_fuzz.py` has what is drawn and what is required. The long run takes its size from the environment:
+
+    OPERATOR_FUZZ_EXAMPLES=2000 OPERATOR_FUZZ_SEED=0 python -m pytest -m slow tests/test_operator_fuzz.py
+"""
+
+import os
+
+import hypothesis
+import operator_fuzz as fuzz
+import operator_fuzz_gated_rms_norm as of_norm
+import operator_fuzz_module as of_module
+import operator_fuzz_qk_norm_rope as of_rope
+import pytest
+import torch
+
+from ntops_ext.nn import GatedRMSNorm
+from ntops_ext.torch import gated_rms_norm, qk_norm_rope
+
+pytestmark = [
+    # Of the kinds of tensors that are tried.
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+
+# What is called: calls, what is required of one, examples in each run of the tests.
+FUZZED = {
+    "gated_rms_norm": (of_norm.calls, of_norm.check_call, 100),
+    "gated_rms_norm, gradients": (
+        of_norm.calls_with_gradients,
+        of_norm.check_gradients,
+        30,
+    ),
+    "qk_norm_rope": (of_rope.calls, of_rope.check_call, 40),
+    "qk_norm_rope, gradients": (
+        of_rope.calls_with_gradients,
+        of_rope.check_gradients,
+        20,
+    ),
+    "qk_norm_rope_pack_": (of_rope.calls_of_pack, of_rope.check_pack, 25),
+    "GatedRMSNorm": (of_module.constructions, of_module.check_construction, 60),
+    "GatedRMSNorm, calls": (of_module.forwards, of_module.check_forward, 40),
+}
+
+
+def fuzzed(name, **options):
+    calls, check, _ = FUZZED[name]
+
+    @hypothesis.settings(
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        **options,
+    )
+    @hypothesis.given(calls())
+    def run(call):
+        check(call)
+
+    return run
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_calls_are_right_or_refused(name):
+    """The same examples each time."""
+
+    fuzzed(name, derandomize=True, max_examples=FUZZED[name][2])()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZED)
+def test_very_many_calls_are_right_or_refused(name):
+    examples = int(os.environ.get("OPERATOR_FUZZ_EXAMPLES", "2000"))
+    seed = int(os.environ.get("OPERATOR_FUZZ_SEED", "0"))
+    hypothesis.seed(seed)(fuzzed(name, max_examples=examples))()
+
+
+# What was found.
+
+
+def test_a_nested_tensor_is_refused_by_name():
+    """Its layout says strided, and PyTorch knows no sizes of it."""
+
+    nested = torch.nested.nested_tensor([torch.ones(4), torch.ones(2)])
+
+    for keywords in ({"weight": nested}, {"gate": nested}, {"bias": nested}):
+        with pytest.raises(TypeError, match=f"`{[*keywords][0]}`.*nested"):
+            gated_rms_norm(torch.ones(2, 8), **keywords)
+
+    with pytest.raises(TypeError, match="`input`.*nested"):
+        GatedRMSNorm(8, elementwise_affine=False)(nested)
+
+    with pytest.raises(TypeError, match="`weight`.*nested"):
+        qk_norm_rope(torch.ones(1, 1, 1, 2), nested, torch.ones(1, 1) + 0j)
+
+
+def test_out_is_returned_whatever_the_classes_of_the_arguments():
+    """PyTorch's `copy_` returns a tensor of the class of what is copied."""
+
+    weight = torch.ones(8).as_subclass(fuzz.Subclass)
+    input, out = torch.ones(2, 8), torch.empty(2, 8)
+    assert gated_rms_norm(input, weight, out=out) is out
+    heads, out = torch.ones(1, 2, 1, 8), torch.empty(1, 2, 1, 8)
+    assert qk_norm_rope(heads, weight, torch.ones(2, 4) + 0j, out=out) is out
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "gate", "bias"])
+def test_what_cannot_be_saved_for_a_backward_pass_is_refused_by_name(name):
+    """Tensors of inference mode, where autograd records the call; elsewhere they are taken."""
+
+    tensors = {"input": torch.ones(2, 8), "gate": torch.ones(2, 8)}
+    tensors |= {"weight": torch.ones(8), "bias": torch.ones(8)}
+
+    for other in tensors:
+        tensors[other].requires_grad_(other != name)
+
+    with torch.inference_mode():
+        tensors[name] = tensors[name].clone()
+
+    with pytest.raises(ValueError, match=f"`{name}` was made in inference mode"):
+        gated_rms_norm(**tensors)
+
+    with torch.no_grad():
+        assert gated_rms_norm(**tensors).shape == (2, 8)
+
+
+def test_a_table_of_inference_mode_is_refused_by_name():
+    with torch.inference_mode():
+        rope = torch.ones(2, 4) + 0j
+
+    heads = torch.ones(1, 2, 1, 8, requires_grad=True)
+
+    with pytest.raises(ValueError, match="`rope` was made in inference mode"):
+        qk_norm_rope(heads, torch.ones(8), rope)
+
+    with torch.no_grad():
+        assert qk_norm_rope(heads, torch.ones(8), rope).shape == heads.shape
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("device", ["nowhere", 1.5, [], object(), "privateuseone"])
+def test_a_device_that_there_is_not_is_refused_by_name(device, affine):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="`device`"):
+        GatedRMSNorm(8, device=device, elementwise_affine=affine)
+
+
+# A requirement that cannot fail says nothing.
+
+
+def run(function, *, errors=(), **arguments):
+    call = fuzz.Call(arguments, dict(errors), is_unsure=False)
+
+    return fuzz.run(function, call, lambda result: None, written=("out",))
+
+
+def test_memory_beside_the_output_is_looked_at():
+    buffer = torch.zeros(8)
+
+    def writes_too_much(input, out):
+        buffer.fill_(1)
+
+    with pytest.raises(AssertionError, match="memory"):
+        run(writes_too_much, input=torch.ones(4), out=buffer[2:4])
+
+    with pytest.raises(AssertionError, match="memory"):
+        run(lambda input: input.zero_(), input=torch.ones(4))
+
+
+def test_errors_that_are_not_documented_are_noticed():
+    def raising(error):
+        def function(input):
+            raise error
+
+        return function
+
+    errors = {"input": TypeError}
+    assert run(raising(TypeError("`input` is")), errors=errors, input=3) == "TypeError"
+
+    for error in (
+        AttributeError("`input`"),
+        TypeError("internal"),
+        TypeError("`gate`"),
+        ValueError("`input`"),
+    ):
+        with pytest.raises(AssertionError):
+            run(raising(error), errors=errors, input=3)
+
+    with pytest.raises(AssertionError, match="refused though right"):
+        run(raising(TypeError("`input`")), input=torch.ones(2))
+
+    with pytest.raises(AssertionError, match="not refused"):
+        run(lambda input: None, errors=errors, input=3)
