@@ -596,26 +596,7 @@ _LAUNCH_PLANS = (
         old="            unfinished.write_bytes(content)\n            os.replace(unfinished, path)\n",
         new="            path.write_bytes(content)\n",
         promise="A source appears whole: no process reads half of it.",
-        tests=(_SOURCE_FILES,),
-    ),
-    Mutation(
-        name="half-a-source-is-taken-for-whole",
-        file="ninetoothed_patches/source_files.py",
-        old="        if path.exists() and path.read_bytes() == content:\n",
-        new="        if path.exists():\n",
-        promise="A file that another process was stopped in is replaced.",
-        tests=(_SOURCE_FILES,),
-    ),
-    Mutation(
-        name="the-file-is-executed",
-        file="ninetoothed_patches/source_files.py",
-        old='    exec(compile(source, path, "exec", dont_inherit=True), vars(module))\n',
-        new="""\
-    text = pathlib.Path(path).read_text(encoding="utf-8")
-    exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-""",
-        promise="What is executed is the generated source, not a file that may have changed.",
-        tests=(_SOURCE_FILES,),
+        tests=(_SOURCE_FILES + "::test_a_file_is_replaced_at_once",),
     ),
 )
 
@@ -626,22 +607,6 @@ _PREPARED_CALLS = tuple(
         mutation, file="ntops_ext/torch/_prepared.py", tests=(_PREPARED,)
     )
     for mutation in (
-        Mutation(
-            name="prepared-for-the-other-zero",
-            file="",
-            old="         and {name} == __value_{name} and {name})",
-            new="         and {name} == __value_{name})",
-            promise="A call prepared with 0.0 is none with -0.0.",
-            tests=(),
-        ),
-        Mutation(
-            name="prepared-for-another-type-of-option",
-            file="",
-            old="or __type({name}) is __type(__value_{name})\n         and {name} ==",
-            new="or {name} ==",
-            promise="A call prepared with True is none with 1, which is refused.",
-            tests=(),
-        ),
         Mutation(
             name="prepared-whatever-is-absent",
             file="",
@@ -768,22 +733,6 @@ _ARGUMENTS = (
         new='_describe = operator.attrgetter("shape", "dtype", "layout")\n',
         promise="What was found out about a layout is not used on other devices.",
         tests=(_ROPE, _GATED),
-    ),
-    Mutation(
-        name="first-level-of-tangents",
-        file="ntops_ext/torch/_layouts.py",
-        old="    return forward_ad._current_level >= 0 and carries_tangents(tensors)\n",
-        new="    return forward_ad._current_level > 0 and carries_tangents(tensors)\n",
-        promise="A tangent is refused, not lost.",
-        tests=(_ROPE, _PREPARED),
-    ),
-    Mutation(
-        name="autograd-is-not-told",
-        file="ntops_ext/torch/_layouts.py",
-        old="    torch.autograd.graph.increment_version(tensors)\n",
-        new="",
-        promise="Autograd notices what a kernel has written.",
-        tests=(_ROPE,),
     ),
     Mutation(
         name="unsigned-offsets-of-rows",
@@ -913,14 +862,6 @@ _KERNELS = (
         tests=(
             _ROPE_KERNEL + "::test_squares_are_added_in_the_order_that_was_asked_for",
         ),
-    ),
-    Mutation(
-        name="rope-squares-in-the-narrow-dtype",
-        file=_HEADS,
-        old="    wide = ntl.cast(heads, ntl.float32)\n",
-        new="    wide = heads\n",
-        promise="Squares are worked out in float32.",
-        tests=(_ROPE_KERNEL + "::test_every_bit_is_that_of_the_written_out_steps",),
     ),
     Mutation(
         name="rope-normalized-is-not-rounded",
@@ -1626,8 +1567,7 @@ _LAUNCHES = (
         new='    return bool(kept & {"k_prefix", "v_prefix"})\n',
         promise="A prefix that is not in place is copied, wherever the other is.",
         tests=(
-            _PREPARED + "::test_prefixes_that_lie_elsewhere_are_copied",
-            _ROPE_KERNEL + "::test_packed_views_and_kept_prefixes",
+            _ROPE_KERNEL + "::test_a_prefix_is_copied_where_the_other_lies_in_place",
         ),
     ),
     Mutation(

@@ -389,6 +389,18 @@ def test_every_head_has_a_program(launch_as, heads, kv_heads):
     inputs.assert_canaries()
 
 
+@pytest.mark.parametrize("kept", ["k", "v"])
+def test_a_prefix_is_copied_where_the_other_lies_in_place(kept):
+    """Only where both are in place is there nothing to copy."""
+
+    inputs = make_pack(tokens=1, prefix=1, heads=1, kv_heads=1, head_dim=8)
+    setattr(inputs, f"{kept}_prefix", getattr(inputs, f"{kept}_out")[:, :1])
+    expected = [inputs.k_prefix.clone(), inputs.v_prefix.clone()]
+    _, k_out, v_out = qk_norm_rope_pack_(*inputs.arguments())
+
+    assert_equal_bits([k_out[:, :1], v_out[:, :1]], expected)
+
+
 def test_packed_views_and_kept_prefixes():
     """Views of one tensor; prefixes, K and V that lie in place already (L7)."""
 
