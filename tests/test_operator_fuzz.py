@@ -138,6 +138,19 @@ def test_a_table_of_inference_mode_is_refused_by_name():
         assert qk_norm_rope(heads, torch.ones(8), rope).shape == heads.shape
 
 
+def test_a_gradient_at_an_odd_offset_is_taken():
+    """PyTorch refuses to see pairs in it, as complex numbers."""
+
+    heads = torch.randn(1, 2, 1, 8, requires_grad=True)
+    result = qk_norm_rope(heads, torch.ones(8), torch.ones(2, 4) + 0j)
+    gradient = torch.randn(17)[1:].view(result.shape)
+    (expected,) = torch.autograd.grad(
+        result, heads, gradient.clone(), retain_graph=True
+    )
+    (actual,) = torch.autograd.grad(result, heads, gradient)
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("device", ["nowhere", 1.5, [], object(), "privateuseone"])
 def test_a_device_that_there_is_not_is_refused_by_name(device, affine):

@@ -21,26 +21,27 @@ pytestmark = [
 # A kernel a width and layout of groups, of which each takes a second to make: few widths.
 _few = functools.partial(of_norm.calls, columns=(8, 12))
 
+# Examples in each run of the tests: none of gradients, whose kernels take longer to make.
 FUZZED = {
-    "gated_rms_norm": (_few, of_norm.check_call, {"is_truncated": True}, 15),
+    "gated_rms_norm": (_few, of_norm.check_call, {"is_truncated": True}, 10),
     "gated_rms_norm, gradients": (
         of_norm.calls_with_gradients,
         of_norm.check_gradients,
         {"is_truncated": True},
-        3,
+        0,
     ),
-    "qk_norm_rope": (of_rope.calls, of_rope.check_call, {"is_truncated": True}, 8),
+    "qk_norm_rope": (of_rope.calls, of_rope.check_call, {"is_truncated": True}, 5),
     "qk_norm_rope, gradients": (
         of_rope.calls_with_gradients,
         of_rope.check_gradients,
         {"is_kernel": True},
-        3,
+        0,
     ),
     "qk_norm_rope_pack_": (
         of_rope.calls_of_pack,
         of_rope.check_pack,
         {"is_truncated": True},
-        5,
+        3,
     ),
 }
 
@@ -61,7 +62,7 @@ def fuzzed(name, **options):
     return run
 
 
-@pytest.mark.parametrize("name", FUZZED)
+@pytest.mark.parametrize("name", [name for name in FUZZED if FUZZED[name][3]])
 def test_calls_are_right_or_refused(name):
     """The same examples each time."""
 
