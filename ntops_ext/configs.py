@@ -176,7 +176,7 @@ def gated_rms_norm_backward_config(group_size, groups_per_row):
     lanes = next_power_of_2(group_size)
 
     if lanes > _MAX_SUMMED_LANES:
-        num_warps = _COLUMNS_PER_PART // 256
+        num_warps = max(_COLUMNS_PER_PART // 256, 1)
         groups_per_row = _ceil_div(group_size, _COLUMNS_PER_PART)
 
         return GatedRMSNormBackwardConfig(

@@ -25,7 +25,7 @@ def test_the_interpreter_ends_without_a_warning(device):
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path]),
             # Triton 3.9 warns where it is not said.
             "TRITON_DEFAULT_FP_FUSION": "1",
             "TRITON_INTERPRET": "0",

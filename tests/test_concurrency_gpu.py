@@ -410,7 +410,7 @@ def run_program(program):
         [sys.executable, "-c", textwrap.dedent(program)],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path]),
         },
         capture_output=True,
         text=True,

@@ -57,7 +57,7 @@ def test_a_prepared_call_follows_the_stream(make):
         torch.cuda.synchronize()
 
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
+            torch.cuda._sleep(200_000_000)
             result = call()
             done = stream.record_event()
 

@@ -81,7 +81,9 @@ def test_every_script_is_run_here_or_named(script):
 
     untested = {
         "benchmark_qk_norm_rope_backward.py": "needs a GPU",
+        "check_mutations.py": "has a test in test_mutations.py",
         "check_versions.py": "makes environments, and has tests of its parts",
+        "forked_tests.py": "is run by check_mutations.py",
         "plot_results.py": "has a test of its own",
         "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
         "run_sanitizer.py": "has a test of its own",
