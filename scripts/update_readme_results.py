@@ -346,6 +346,29 @@ def summary(folder):
             for name in _PEERS
         ),
     ]
+    path = folder / "gated_rms_norm_backward.jsonl"
+    gradients = results.read(path) if path.exists() else []
+    rows.append(
+        (
+            "gradients of gated RMSNorm",
+            "ours / copy of the bytes",
+            gradients,
+            OURS,
+            "floor",
+            "cold",
+        )
+    )
+    rows += [
+        (
+            "gradients of gated RMSNorm",
+            f"{name} / ours",
+            [record for record in gradients if name in record["times"]],
+            name,
+            OURS,
+            "cold",
+        )
+        for name in _PEERS
+    ]
     packs = [
         record
         for record in results.read(folder / "rope_pack.jsonl")
