@@ -844,10 +844,9 @@ class Session:
         return self
 
     def __exit__(self, *exception):
-        for (name, subject), (handle, made) in self._subjects.items():
-            self._retire(name, subject, handle, made)
-
-        self._restore.close()
+        with self._restore:
+            for (name, subject), (handle, made) in self._subjects.items():
+                self._retire(name, subject, handle, made)
 
     def run(self, steps):
         for step in steps:
