@@ -36,11 +36,12 @@ MODES = {
     "input alone": {"weight": False, "gate": False},
     "offset": {"weight_offset": 1.0},
     "width of no power of two": {"columns": 96, "group_size": 48},
-    "three pieces": {"columns": 384, "bias": True},
+    "three pieces": {"columns": 384, "bias": True, "rows": (2,)},
     "groups of five pieces, gate first": {
         "columns": 1280,
         "group_size": 640,
         "norm_before_gate": False,
+        "rows": (2,),
     },
 }
 
@@ -184,7 +185,10 @@ def test_any_number_of_rows(device, rows):
     assert_right(*call, gradients(*call))
 
 
-@pytest.mark.parametrize("num_rows", [2, 4, 16, 32])
+@pytest.mark.parametrize(
+    "num_rows",
+    [2, 4, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32))],
+)
 def test_fewer_rows_than_multiprocessors(device, num_rows):
     """Case D1: programs without a row of their own read and write nothing."""
 

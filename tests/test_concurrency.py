@@ -441,6 +441,7 @@ def calls_in_a_spawned_child(results):
         results.put((handle.cache_info().hits, len(driver.records)))
 
 
+@pytest.mark.slow
 def test_a_spawned_child_starts_afresh(driver):
     """It has neither the patch nor the plans of its parent, and makes its own."""
 

@@ -213,6 +213,7 @@ def test_first_calls_of_eight_processes(tmp_path):
     assert process.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_first_calls_of_eight_interpreters(tmp_path):
     """The operators' results are right; Triton's cache, which may be anywhere, is not used."""
 
