@@ -30,6 +30,7 @@ from ntops_ext.kernels.gated_rms_norm import (
     _inverse_root,
     _one_plus_exp,
     _sum_of_columns,
+    _sum_of_neighbours,
 )
 
 _STATISTICS = ("scales", "mean_products")
@@ -175,13 +176,8 @@ def _sum_of_few_columns(few_terms):
     # warp, are Triton's. A tree of steps leaves the sum in a layout in which, spread over
     # columns again, a thread holds all of them, and Triton then computes the gradients in
     # that, in local memory: groups of 512 columns took 70 to 230 times the time.
-    few = few_terms
-
-    for _ in ntl.static_range(3):
-        if few.shape[1] > 1:
-            few = ntl.sum(ntl.reshape(few, (few.shape[0], few.shape[1] // 2, 2)), 2)
-
-    few_total = ntl.sum(few, 1)
+    few_sums = _sum_of_neighbours(few_terms)
+    few_total = ntl.sum(few_sums, 1)
     few_total = few_total[:, None]
 
     return few_total
@@ -338,6 +334,7 @@ def gated_rms_norm_backward_application(
                 # A number has no layout that the gradients could take on.
                 square_total = ntl.sum(square_total)
                 product_total = ntl.sum(product_total)
+
             scale = _inverse_root(
                 ntl.fma(square_total, inverse_group_size, eps),
                 input_loaded.dtype == ntl.float32,
@@ -505,8 +502,9 @@ def premake(
     `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
     `holds_statistics` (whether `statistics`), `holds_parameters` (whether weight and bias
     stay in registers), `num_columns_held` (of a piece) and `pipeline_stages` (of how many
-    steps the tensors are on their way at once). What is absent is a number, as for the forward kernel;
-    a gradient that is not needed is any tensor of its shape, and is not written.
+    steps the tensors are on their way at once). What is absent is a number, as for the
+    forward kernel; a gradient that is not needed is any tensor of its shape, and is not
+    written.
 
     :param num_columns: N, the size of the last dimension.
     :param columns_per_program: D, which divides N; or fewer, a power of two, of a single
