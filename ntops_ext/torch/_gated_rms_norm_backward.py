@@ -87,7 +87,7 @@ class _Layout:
     config: configs.GatedRMSNormBackwardConfig
     parts: list
     num_blocks: int
-    # The handles of each part, and of the sums, once they were made.
+    # The handles of each part, that of the sums, and what else is compiled in, once they were made.
     handles: list = dataclasses.field(default_factory=list)
 
 
@@ -277,7 +277,7 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
         # At once: another thread may be here, too.
         layout.handles[:] = [_make_handles(kernels, layout, arguments)]
 
-    ((handles_of_parts, sum_handle),) = layout.handles
+    ((handles_of_parts, sum_handle, choices),) = layout.handles
     modes = (
         kernels.gated_rms_norm.activation_code(None if gate is None else activation),
         int(norm_before_gate),
@@ -303,6 +303,7 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
             statistics_handle,
             arguments,
             modes,
+            choices,
             needs,
             gradients,
             weight_partials,
@@ -324,6 +325,7 @@ def _run_part(
     statistics_handle,
     arguments,
     modes,
+    choices,
     needs,
     gradients,
     weight_partials,
@@ -388,9 +390,7 @@ def _run_part(
         int(needs[1]),
         int(needs[3]),
         int(statistics_handle is not None),
-        int(layout.config.holds_parameters),
-        _num_columns_held(layout),
-        _pipeline_stages(layout, arguments),
+        *choices,
     )
 
 
@@ -466,4 +466,10 @@ def _make_handles(kernels, layout, arguments):
         **dataclasses.asdict(configs.GATED_RMS_NORM_SUM_CONFIG),
     )
 
-    return handles, sum_handle
+    choices = (
+        int(config.holds_parameters),
+        _num_columns_held(layout),
+        _pipeline_stages(layout, arguments),
+    )
+
+    return handles, sum_handle, choices
