@@ -13,6 +13,7 @@ On a CPU the kernels run in Triton's interpreter on a tiny case, and times mean 
 """
 
 import fnmatch
+import statistics
 import sys
 
 import results
@@ -21,7 +22,7 @@ from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import Case
 from gated_rms_norm_peers import find_peers
-from timing import NOT_MEANINGFUL, all_times, capture_stream, cold_device_time
+from timing import NOT_MEANINGFUL, cold_device_time, on_capture_stream, wall_time
 
 from ntops_ext import reference
 from ntops_ext.torch import _gated_rms_norm_backward
@@ -175,13 +176,7 @@ def gradients_of_peer(peer, grad_output, tensors, keywords):
     if call is None:
         return None
 
-    stream = capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-
-    with torch.cuda.stream(stream):
-        output = call()
-
-    torch.cuda.current_stream().wait_stream(stream)
+    output = on_capture_stream(call)
 
     return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
 
@@ -216,10 +211,7 @@ def times_of(calls, num_bytes, device, rounds=3):
     """Medians over rounds in which the calls take turns, in microseconds."""
 
     if device == "cpu":
-        times = {
-            name: row["cold_us"]
-            for name, row in all_times(calls, device=device).items()
-        }
+        times = {name: wall_time(call)[0] for name, call in calls.items()}
     else:
         samples = {name: [] for name in calls}
 
@@ -227,7 +219,7 @@ def times_of(calls, num_bytes, device, rounds=3):
             for name, call in calls.items():
                 samples[name].append(cold_device_time(call, milliseconds=30)[0])
 
-        times = {name: sorted(values)[rounds // 2] for name, values in samples.items()}
+        times = {name: statistics.median(values) for name, values in samples.items()}
 
     return {
         name: {

@@ -18,7 +18,7 @@ import sys
 
 import torch
 from environment import describe_environment, print_environment
-from timing import capture_stream, cold_device_time, host_time
+from timing import cold_device_time, host_time, on_capture_stream
 from tqdm import tqdm
 
 from ntops_ext import configs, reference
@@ -228,13 +228,7 @@ def _compiled_backward(arguments):
     input = input.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
     compiled = torch.compile(reference.qk_norm_rope, dynamic=False)
-    stream = capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-
-    with torch.cuda.stream(stream):
-        output = compiled(input, weight, rope)
-
-    torch.cuda.current_stream().wait_stream(stream)
+    output = on_capture_stream(lambda: compiled(input, weight, rope))
 
     return lambda: torch.autograd.grad(
         output, (input, weight), grad_output, retain_graph=True

@@ -16,7 +16,7 @@ import results
 import torch
 from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
-from timing import NOT_MEANINGFUL, all_times, cold_device_time, warm_device_time
+from timing import NOT_MEANINGFUL, cold_device_time, wall_time, warm_device_time
 
 from ntops_ext import configs
 from ntops_ext._handles import import_kernels, make_handle
@@ -148,10 +148,6 @@ def compile_choice(shape, choice):
     torch.cuda.synchronize()
 
 
-def _wall_time(function):
-    return all_times({"": function}, device="cpu")[""]["cold_us"], 0.0
-
-
 def measure(shape, device):
     """A record for each choice."""
 
@@ -159,7 +155,7 @@ def measure(shape, device):
     time = cold_device_time if shape in MANY_GROUPS else warm_device_time
 
     if device == "cpu":
-        time = _wall_time
+        time = wall_time
 
     _, (input, gate, output) = make_call(shape, choices(group_size)[0], device)
     floor, _ = time(lambda: torch.add(input, gate, out=output))

@@ -20,7 +20,7 @@ from benchmark_gated_rms_norm_backward import own_gradients
 from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import Case
-from timing import NOT_MEANINGFUL, all_times, cold_device_time
+from timing import NOT_MEANINGFUL, cold_device_time, wall_time
 
 from ntops_ext import configs
 from ntops_ext.torch import _gated_rms_norm_backward
@@ -148,14 +148,10 @@ def compile_choice(shape, choice):
     torch.cuda.synchronize()
 
 
-def _wall_time(function):
-    return all_times({"": function}, device="cpu")[""]["cold_us"], 0.0
-
-
 def measure(shape, device):
     """A record for each choice."""
 
-    time = _wall_time if device == "cpu" else cold_device_time
+    time = wall_time if device == "cpu" else cold_device_time
     call, num_bytes = make_call(shape, device)
     source = torch.ones(num_bytes // 8, device=device)
     target = torch.empty_like(source)

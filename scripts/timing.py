@@ -99,6 +99,12 @@ def summary(samples):
     return {"median": middle, "spread": high - low}
 
 
+def wall_time(function):
+    """One call by the wall clock, for a CPU, in the form of `cold_device_time`."""
+
+    return _median_and_spread(_once({"": function})[""])
+
+
 def synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -175,28 +181,35 @@ def _once(functions):
 
 
 @functools.cache
-def capture_stream():
-    """The stream on which functions are captured.
+def _capture_stream():
+    return torch.cuda.Stream()
+
+
+def on_capture_stream(function):
+    """What `function` returns, called on the stream on which functions are captured.
 
     A function that differentiates what was computed before has to have computed it there:
     autograd goes back on the stream of the way forth.
     """
 
-    return torch.cuda.Stream()
-
-
-def _capture(function, launches):
-    stream = capture_stream()
+    stream = _capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
 
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
+        result = function()
 
     torch.cuda.current_stream().wait_stream(stream)
+
+    return result
+
+
+def _capture(function, launches):
+    for _ in range(3):
+        on_capture_stream(function)
+
     graph = torch.cuda.CUDAGraph()
 
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=_capture_stream()):
         for _ in range(launches):
             function()
 
