@@ -20,6 +20,7 @@ import torch
 import triton
 from launch_helpers import Pair, outcome, rows, vector
 from recording_driver import GFX942, SM_80, SM_90, RecordingDriver, active, recording
+from threads import in_threads
 
 import ninetoothed_patches
 
@@ -849,29 +850,6 @@ def test_what_triton_reads_on_each_call_is_another_plan(
 
 
 # Threads. Tuned kernels are in test_triton_runtime_auto_tuning.
-
-
-def in_threads(count, function):
-    """Run `function(index)` in threads that start together; return what they raised."""
-
-    barrier, raised = threading.Barrier(count), []
-
-    def run(index):
-        try:
-            barrier.wait()
-            function(index)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join()
-
-    return raised
 
 
 def test_no_thread_launches_a_kernel_that_is_being_loaded():

@@ -28,9 +28,7 @@ TESTS = pathlib.Path(__file__).resolve().parent
 # 8 processes make one kernel as a user of the patch does, and one as the operators do. They
 # are forked after the imports, which take seconds, from a process without a thread.
 EIGHT_PROCESSES = """
-    import multiprocessing
     import pathlib
-    import sys
 
     # The first handle with plans does.
     import torch._dynamo
@@ -39,62 +37,39 @@ EIGHT_PROCESSES = """
     from ninetoothed_patches import host_driver
     from ntops_ext._handles import import_kernels, make_handle
 
-    sys.path.insert(0, {tests!r})
     import launch_kernels
+    from forks import in_forks
 
     ninetoothed_patches.apply()
-    processes = multiprocessing.get_context("fork")
 
-    def make_both(barrier, results):
-        try:
-            barrier.wait(30)
+    def make_both():
+        with host_driver.stand_in():
+            first = launch_kernels.scale()
 
-            with host_driver.stand_in():
-                first = launch_kernels.scale()
+        second = make_handle(
+            import_kernels().sum_of_rows.premake,
+            num_warps=1,
+            num_columns=8,
+            rows_per_step=16,
+            columns_per_program=8,
+        )
 
-            second = make_handle(
-                import_kernels().sum_of_rows.premake,
-                num_warps=1,
-                num_columns=8,
-                rows_per_step=16,
-                columns_per_program=8,
-            )
-            results.put([hash(first._kernel.src), hash(second._kernel.src)])
-        except BaseException as error:
-            results.put(repr(error))
-
-    def run(number):
-        barrier, results = processes.Barrier(number), processes.Queue()
-        workers = [
-            processes.Process(target=make_both, args=(barrier, results))
-            for _ in range(number)
-        ]
-
-        for worker in workers:
-            worker.start()
-
-        answers = [results.get(timeout=30) for _ in workers]
-
-        for worker in workers:
-            worker.join(30)
-
-        return answers
+        return [hash(first._kernel.src), hash(second._kernel.src)]
 
     folder = pathlib.Path.home() / ".ninetoothed"
-    expected = run(1)
-    sources = {{source: source.read_text() for source in folder.glob("*.py")}}
+    expected = in_forks(1, make_both, timeout=30)
+    sources = {source: source.read_text() for source in folder.glob("*.py")}
     assert len(sources) == 2, sources
     half, absent = sources
     half.write_text(sources[half][:200])
     absent.unlink()
-    assert run(8) == expected * 8
-    assert {{file: file.read_text() for file in folder.iterdir()}} == sources
+    assert in_forks(8, make_both, timeout=30) == expected * 8
+    assert {file: file.read_text() for file in folder.iterdir()} == sources
 """
 
 
 # 8 processes make their first call of two operators, in Triton's interpreter. Forked likewise.
 EIGHT_INTERPRETERS = """
-    import multiprocessing
     import pathlib
 
     import torch
@@ -104,11 +79,11 @@ EIGHT_INTERPRETERS = """
     from ntops_ext import reference
     from ntops_ext._handles import import_kernels
     from ntops_ext.torch import gated_rms_norm, qk_norm_rope
+    from forks import in_forks
 
     import_kernels()
     assert ninetoothed_patches.apply()
     assert host_driver.interpreter_is_on()
-    processes = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 16, generator=generator)
@@ -119,33 +94,16 @@ EIGHT_INTERPRETERS = """
         reference.qk_norm_rope(heads, weight, rope),
     )
 
-    def call_both(barrier, results):
-        try:
-            barrier.wait(30)
-            actual = gated_rms_norm(x, gate=x), qk_norm_rope(heads, weight, rope)
+    def call_both():
+        actual = gated_rms_norm(x, gate=x), qk_norm_rope(heads, weight, rope)
 
-            for one, other in zip(actual, expected):
-                torch.testing.assert_close(one, other)
+        for one, other in zip(actual, expected):
+            torch.testing.assert_close(one, other)
 
-            results.put("right")
-        except BaseException as error:
-            results.put(repr(error))
+        return "right"
 
     def run(number):
-        barrier, results = processes.Barrier(number), processes.Queue()
-        workers = [
-            processes.Process(target=call_both, args=(barrier, results))
-            for _ in range(number)
-        ]
-
-        for worker in workers:
-            worker.start()
-
-        answers = [results.get(timeout=60) for _ in workers]
-
-        for worker in workers:
-            worker.join(30)
-
+        answers = in_forks(number, call_both, timeout=60)
         assert answers == ["right"] * number, answers
 
     run(1)
@@ -167,6 +125,7 @@ def start(script, home, **environment):
         **os.environ,
         "TRITON_INTERPRET": "0",
         "HOME": str(home),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         **environment,
     }
 
@@ -207,7 +166,7 @@ def source(folder):
 def test_first_calls_of_eight_processes(tmp_path):
     """All make their kernels, from nothing and from what a process left by half."""
 
-    process = start(EIGHT_PROCESSES.format(tests=str(TESTS)), tmp_path)
+    process = start(EIGHT_PROCESSES, tmp_path)
     _, errors = process.communicate(timeout=100)
 
     assert process.returncode == 0, errors
