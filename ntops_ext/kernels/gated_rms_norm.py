@@ -144,29 +144,18 @@ def _inverse_root(mean_square, is_float32):
     return inverse_root
 
 
-def _sum_of_neighbours(neighbours):
-    # 8 columns that lie in one thread (16 bytes of a 16-bit type), or fewer, by a tree.
-    neighbour_sums = neighbours
-
-    for _ in ntl.static_range(3):
-        if neighbour_sums.shape[1] > 1:
-            neighbour_sums = ntl.sum(
-                ntl.reshape(
-                    neighbour_sums,
-                    (neighbour_sums.shape[0], neighbour_sums.shape[1] // 2, 2),
-                ),
-                2,
-            )
-
-    return neighbour_sums
-
-
 def _sum_of_columns(terms):
     # The sum along the second axis, whose length is a power of two, with that axis kept.
-    # Any order of these steps would do; this one suits a GPU: first 8 neighbours; of the
-    # sums of 8, those 256 or more apart lie in one thread too (8 warps at most); those up
-    # to 16 apart in one warp.
-    partial = _sum_of_neighbours(terms)
+    # Any order of these steps would do; this one suits a GPU. 8 neighbours lie in one
+    # thread (16 bytes of a 16-bit type); of the sums of 8, those 256 or more apart lie in
+    # one thread too (8 warps at most); those up to 16 apart in one warp.
+    partial = terms
+
+    for _ in ntl.static_range(3):
+        if partial.shape[1] > 1:
+            partial = ntl.sum(
+                ntl.reshape(partial, (partial.shape[0], partial.shape[1] // 2, 2)), 2
+            )
 
     for _ in ntl.static_range(9):
         if partial.shape[1] > 256:
