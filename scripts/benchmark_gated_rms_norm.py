@@ -123,13 +123,14 @@ def main(arguments):
             name: peer for name, peer in peers.items() if _matches(name, options.peers)
         }
 
-    records = []
-
-    for case, num_tokens in progress(runs, "case"):
-        records.append(measure(case, num_tokens, peers, options))
-        records[-1]["missing"] |= missing
-
-    results.write(options.output, records, environment)
+    records = results.write(
+        options.output,
+        (
+            measure(case, num_tokens, peers, missing, options)
+            for case, num_tokens in progress(runs, "case")
+        ),
+        environment,
+    )
     print_table(records, options.device)
 
     return 0
@@ -160,8 +161,11 @@ def _matches(name, patterns):
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def measure(case, num_tokens, peers, options):
-    """The record of one case: what ran, and the times of everybody."""
+def measure(case, num_tokens, peers, missing_peers, options):
+    """The record of one case: what ran, and the times of everybody.
+
+    :param missing_peers: Why each peer that is not in `peers` is not.
+    """
 
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -175,7 +179,7 @@ def measure(case, num_tokens, peers, options):
         OURS: lambda: operator(*tensors, **keywords, out=output),
         ALLOCATING: lambda: operator(*tensors, **keywords),
     }
-    missing = {}
+    missing = dict(missing_peers)
 
     for name, peer in peers.items():
         call = peer(tensors, keywords)

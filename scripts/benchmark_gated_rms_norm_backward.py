@@ -93,20 +93,24 @@ def main(arguments):
     for name, reason in missing.items():
         print(f"{name} is not timed: {reason}")
 
-    records = []
-
-    for case, rows in progress(runs, "case"):
-        records.append(measure(case, rows, peers, options.device))
-        records[-1]["missing"] |= missing
-
-    results.write(options.output, records, environment)
+    records = results.write(
+        options.output,
+        (
+            measure(case, rows, peers, missing, options.device)
+            for case, rows in progress(runs, "case")
+        ),
+        environment,
+    )
     print_table(records, options.device)
 
     return 0
 
 
-def measure(case, rows, peers, device):
-    """The record of one case."""
+def measure(case, rows, peers, missing_peers, device):
+    """The record of one case.
+
+    :param missing_peers: Why each peer that is not in `peers` is not.
+    """
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tensors, keywords = case.make_arguments(rows, device=device, dtype=dtype)
@@ -124,7 +128,7 @@ def measure(case, rows, peers, device):
     if not errors[OURS] <= 1:
         raise SystemExit(f"{case.name} of {rows} rows is wrong: {errors}")
 
-    missing = {}
+    missing = dict(missing_peers)
 
     for name, peer in peers.items():
         try:

@@ -1,25 +1,31 @@
 """Device and host time of the gradients of `qk_norm_rope`, beside a copy and torch.compile.
 
-    python scripts/benchmark_qk_norm_rope_backward.py [--quick] [--sweep] --output FILE
+    python scripts/benchmark_qk_norm_rope_backward.py [--device cuda|cpu] [--quick] [--sweep]
+        [--output FILE.jsonl]
 
 Each case is checked against the definition in float64, then timed as the replay of a CUDA
 graph of one backward pass (both gradients) with the L2 cleared before it. Beside it, in the
 same rounds, run an element-wise kernel that moves as many bytes as the pass must, its floor,
 and the backward pass that torch.compile makes of the definition. `--sweep` times launch
-choices other than that of `ntops_ext.configs` as well. Every measurement is a line of JSON
-in FILE, and a table comes last.
+choices other than that of `ntops_ext.configs` as well. On a CPU the kernels run in Triton's
+interpreter on a tiny case, and times mean nothing.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 
+import results
 import torch
+from command_line import make_parser, parse, progress
 from environment import describe_environment, print_environment
-from timing import cold_device_time, host_time, on_capture_stream
-from tqdm import tqdm
+from timing import (
+    NOT_MEANINGFUL,
+    cold_device_time,
+    host_time,
+    on_capture_stream,
+    wall_time,
+)
 
 from ntops_ext import configs, reference
 from ntops_ext.torch import _qk_norm_rope_backward
@@ -48,6 +54,8 @@ CASES = (
 
 QUICK = ("32_heads", "512_tokens", "16384_tokens", "4_heads")
 
+TINY = (Case(name="tiny", tokens=3, heads=2, head_dim=16, dtype="float32"),)
+
 # Tokens a program, heads a program, warps, stages.
 SWEEP = (
     *((tokens, 8, 1, 3) for tokens in (2, 4, 8, 16, 32)),
@@ -59,33 +67,35 @@ SWEEP = (
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--sweep", action="store_true", help="other launch choices as well"
     )
-    parser.add_argument(
-        "--output", metavar="FILE.jsonl", help="where records are written"
-    )
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
+    cases = TINY if options.device == "cpu" else CASES
+    runs = [
+        (case, None)
+        for case in cases
+        if not options.quick or case.name in QUICK or case in TINY
+    ]
 
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA or ROCm device here")
+    if options.sweep:
+        runs += [(cases[0], choice) for choice in SWEEP]
 
     environment = describe_environment()
     print_environment(environment)
-    runs = [(case, None) for case in CASES if not options.quick or case.name in QUICK]
 
-    if options.sweep:
-        runs += [(CASES[0], choice) for choice in SWEEP]
+    if options.device == "cpu":
+        print(NOT_MEANINGFUL)
 
-    records = [_measure(case, choice) for case, choice in tqdm(runs, unit="case")]
-
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            for record in records:
-                print(json.dumps({**record, "environment": environment}), file=file)
-
+    records = results.write(
+        options.output,
+        (
+            _measure(case, choice, options.device)
+            for case, choice in progress(runs, "case")
+        ),
+        environment,
+    )
     print(_HEADER)
     print("\n".join(map(_row, records)))
 
@@ -136,28 +146,29 @@ def _launched_as(choice):
         _qk_norm_rope_backward.layouts.clear()
 
 
-def _measure(case, choice):
+def _measure(case, choice, device):
     with contextlib.nullcontext() if choice is None else _launched_as(choice):
-        return _measure_as_launched(case, choice)
+        return _measure_as_launched(case, choice, device)
 
 
-def _measure_as_launched(case, choice):
-    arguments = _make_arguments(case)
+def _measure_as_launched(case, choice, device):
+    device_time = cold_device_time if device == "cuda" else wall_time
+    arguments = _make_arguments(case, device)
 
     def call(of_weight=True):
         return _qk_norm_rope_backward.backward(*arguments, 1e-6, (True, of_weight))
 
     is_right = _is_right(arguments, call())
     num_bytes = _bytes_that_must_move(case)
-    source = torch.ones(num_bytes // 8, dtype=torch.float32, device="cuda")
+    source = torch.ones(num_bytes // 8, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     # In turns, so that a drifting clock reaches both alike. The floor is not `copy_`: a
     # captured copy becomes a memcpy node, which is another thing.
     times, floors = [], []
 
     for _ in range(3):
-        times.append(cold_device_time(call))
-        floors.append(cold_device_time(lambda: torch.neg(source, out=target)))
+        times.append(device_time(call))
+        floors.append(device_time(lambda: torch.neg(source, out=target)))
 
     device_us, spread_us = sorted(times)[1]
     floor_us, floor_spread_us = sorted(floors)[1]
@@ -171,12 +182,15 @@ def _measure_as_launched(case, choice):
     }
 
     if choice is None:
-        times["input_only_us"] = cold_device_time(lambda: call(of_weight=False))[0]
+        times["input_only_us"] = device_time(lambda: call(of_weight=False))[0]
+
+    if choice is None and device == "cuda":
         times["host_us"] = host_time(call)[0]
-        times["compile_us"] = cold_device_time(_compiled_backward(arguments))[0]
+        times["compile_us"] = device_time(_compiled_backward(arguments))[0]
 
     return {
         "benchmark": "qk_norm_rope_backward",
+        "device": device,
         **dataclasses.asdict(case),
         "choice": "own" if choice is None else "/".join(map(str, choice)),
         "is_right": is_right,
@@ -185,16 +199,16 @@ def _measure_as_launched(case, choice):
     }
 
 
-def _make_arguments(case):
-    generator = torch.Generator("cuda").manual_seed(0)
+def _make_arguments(case, device):
+    generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
     def randn(*shape):
-        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     shape = (1, case.tokens, case.heads, case.head_dim)
     angles = 6.28 * torch.rand(
-        (case.tokens, case.head_dim // 2), generator=generator, device="cuda"
+        (case.tokens, case.head_dim // 2), generator=generator, device=device
     )
     rope = torch.polar(torch.ones_like(angles), angles)
 

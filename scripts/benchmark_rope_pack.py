@@ -102,10 +102,11 @@ def main(arguments):
             for choice in SWEEP
         ]
 
-    records = [
-        _measure(case, choice, options) for case, choice in progress(runs, "case")
-    ]
-    results.write(options.output, records, environment)
+    records = results.write(
+        options.output,
+        (_measure(case, choice, options) for case, choice in progress(runs, "case")),
+        environment,
+    )
     print_table(records, options.device)
 
     return int(not all(record["is_right"] for record in records))

@@ -44,23 +44,20 @@ def main(arguments):
     operators = OPERATORS[:1] if options.quick else OPERATORS
     environment = describe_environment()
     print_environment(environment)
-    records = []
 
-    for operator in operators:
-        with tempfile.TemporaryDirectory() as home:
-            for caches in ("cold", "warm"):
-                measured = run(__file__, ["--process", operator, options.device], home)
-                records.append(
-                    {
+    def measure_all():
+        for operator in operators:
+            with tempfile.TemporaryDirectory() as home:
+                for caches in ("cold", "warm"):
+                    yield {
                         "benchmark": "first_call",
                         "device": options.device,
                         "operator": operator,
                         "caches": caches,
-                        **measured,
+                        **run(__file__, ["--process", operator, options.device], home),
                     }
-                )
 
-    results.write(options.output, records, environment)
+    records = results.write(options.output, measure_all(), environment)
     print_table(records)
 
     return int(any(is_recompiled(record) for record in records))

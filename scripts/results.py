@@ -4,19 +4,26 @@ import json
 
 
 def write(path, records, environment):
-    """Write `records` to `path`, if there is one."""
+    """Write records to `path`, if there is one, each as soon as it is made.
+
+    So a run that is stopped leaves those that it had made.
+
+    :return: A list of the records.
+    """
 
     if path is None:
-        return
+        return list(records)
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(
-            json.dumps({**record, "environment": environment}) + "\n"
-            for record in records
-        ),
-        encoding="utf-8",
-    )
+    written = []
+
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            line = json.dumps({**record, "environment": environment})
+            print(line, file=file, flush=True)
+            written.append(record)
+
+    return written
 
 
 def read(path):

@@ -87,11 +87,13 @@ def main(arguments):
             for module in (_launch, _qk_norm_rope, _qk_norm_rope_pack):
                 module.runs_kernel = lambda tensor: True
 
-        records = soak(make_callees(options.device), options.device, calls, slices)
-
-    environment = describe_environment()
-    results.write(options.output, records, environment)
-    print_environment(environment)
+        environment = describe_environment()
+        print_environment(environment)
+        records = results.write(
+            options.output,
+            soak(make_callees(options.device), options.device, calls, slices),
+            environment,
+        )
 
     if options.device == "cpu":
         print(launch_cases.LAUNCHES_DO_NOTHING)
@@ -188,7 +190,6 @@ def soak(callees, device, calls, slices):
 
     generator = random.Random(0)
     endless = calls_in_turn(callees, generator)
-    records = []
     done = 0
     # What the imports made need not be gone through at every slice.
     gc.collect()
@@ -211,22 +212,18 @@ def soak(callees, device, calls, slices):
         if device == "cuda":
             torch.cuda.synchronize()
 
-        records.append(
-            {
-                "benchmark": "soak",
-                "device": device,
-                "calls": done,
-                "seconds": round(time.perf_counter() - start, 3),
-                "times": {
-                    " ".join(kind): round(1e-3 * statistics.median(samples), 3)
-                    for kind, samples in times.items()
-                },
-                **memory(device),
-                **counts(),
-            }
-        )
-
-    return records
+        yield {
+            "benchmark": "soak",
+            "device": device,
+            "calls": done,
+            "seconds": round(time.perf_counter() - start, 3),
+            "times": {
+                " ".join(kind): round(1e-3 * statistics.median(samples), 3)
+                for kind, samples in times.items()
+            },
+            **memory(device),
+            **counts(),
+        }
 
 
 def calls_in_turn(callees, generator):

@@ -77,16 +77,19 @@ def main(arguments):
         with multiprocessing.get_context("spawn").Pool() as pool:
             pool.starmap(compile_choice, jobs, chunksize=1)
 
-    records = []
-
-    for shape in progress(shapes, "shape"):
-        of_shape = measure(shape, options.device)
-        print_best(shape, of_shape)
-        records += of_shape
-
-    results.write(options.output, records, environment)
+    results.write(options.output, measure_all(shapes, options.device), environment)
 
     return 0
+
+
+def measure_all(shapes, device):
+    """The records of one shape after the other, whose best are printed."""
+
+    for shape in progress(shapes, "shape"):
+        of_shape = measure(shape, device)
+        print_best(shape, of_shape)
+
+        yield from of_shape
 
 
 def choices(group_size):

@@ -80,7 +80,6 @@ def test_every_script_is_run_here_or_named(script):
     """A new script is tested, or stands here with the reason."""
 
     untested = {
-        "benchmark_qk_norm_rope_backward.py": "needs a GPU",
         "check_mutations.py": "has a test in test_mutations.py",
         "check_versions.py": "makes environments, and has tests of its parts",
         "forked_tests.py": "is run by check_mutations.py",
@@ -191,6 +190,27 @@ def test_results_can_be_read(path):
         if record.get("benchmark") in ("gated_rms_norm", "rope_pack"):
             assert record["times"]["ntops_ext"]["cold_us"] > 0
             assert results.label(record)
+
+
+def test_a_run_that_is_stopped_leaves_its_records(tmp_path):
+    """Each record is written when it is made, not when all are."""
+
+    path = tmp_path / "new folder" / "records.jsonl"
+
+    def measured():
+        for number in range(3):
+            if number == 2:
+                raise KeyboardInterrupt
+
+            yield {"benchmark": "numbers", "number": number}
+
+    with pytest.raises(KeyboardInterrupt):
+        results.write(path, measured(), {"commit": "some"})
+
+    assert results.read(path) == [
+        {"benchmark": "numbers", "number": number, "environment": {"commit": "some"}}
+        for number in range(2)
+    ]
 
 
 def test_documents_agree_with_the_results():

@@ -26,6 +26,7 @@ def run(script, capsys, monkeypatch, *arguments):
     [
         "benchmark_gated_rms_norm",
         "benchmark_gated_rms_norm_backward",
+        "benchmark_qk_norm_rope_backward",
         "benchmark_rope_pack",
         "sweep_gated_rms_norm",
         "sweep_gated_rms_norm_backward",
