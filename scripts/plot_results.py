@@ -3,9 +3,10 @@
     python scripts/plot_results.py FILE.jsonl... --output DIRECTORY
 
 Whatever the files hold is drawn: of benchmark_gated_rms_norm.py the ratio to `torch.add` by
-case, and TB/s by rows for shapes with several numbers of rows; of profile_launch.py the host
-time of a call by its parts; of benchmark_rope_pack.py the pack beside others and a copy; of
-soak.py memory and host time over the calls.
+case, and TB/s by rows for shapes with several numbers of rows; of
+benchmark_gated_rms_norm_backward.py the ratio to the floor by case; of profile_launch.py the
+host time of a call by its parts; of benchmark_rope_pack.py the pack beside others and a copy;
+of soak.py memory and host time over the calls.
 """
 
 import argparse
@@ -85,6 +86,10 @@ def main(arguments):
     plots = {
         "gated_rms_norm-ratio": ("gated_rms_norm", plot_ratios),
         "gated_rms_norm-bandwidth": ("gated_rms_norm", plot_bandwidth),
+        "gated_rms_norm_backward-ratio": (
+            "gated_rms_norm_backward",
+            plot_ratios_of_gradients,
+        ),
         "launch-stages": ("profile_launch", plot_stages),
         "rope_pack-ladder": ("rope_pack", plot_ladder),
         "soak": ("soak", plot_soak),
@@ -128,17 +133,38 @@ def _grid_behind(axes, axis):
 
 
 def plot_ratios(records):
+    return _plot_ratios(
+        records,
+        floor="torch.add",
+        of_what="torch.add of as many bytes",
+        title="Gated RMSNorm beside the floor",
+    )
+
+
+def plot_ratios_of_gradients(records):
+    return _plot_ratios(
+        records,
+        floor="floor",
+        of_what="an element-wise kernel that moves as many bytes",
+        title="Gradients of gated RMSNorm beside the floor",
+    )
+
+
+def _plot_ratios(records, *, floor, of_what, title):
     """One row a case, sorted by our ratio; a mark for everybody."""
 
-    records = sorted(records, key=lambda record: -_ratio(record, "ntops_ext"))
+    def ratio(record, name):
+        return record["times"][name]["cold_us"] / record["times"][floor]["cold_us"]
+
+    records = sorted(records, key=lambda record: -ratio(record, "ntops_ext"))
     height = 1.8 + 0.3 * len(records)
     figure, axes = plt.subplots(figsize=(10, height), layout="constrained")
 
     for name, (color, marker) in STYLES.items():
         points = [
-            (_ratio(record, name), row)
+            (ratio(record, name), row)
             for row, record in enumerate(records)
-            if name in record["times"] and name != "torch.add"
+            if name in record["times"] and name != floor
         ]
 
         if points:
@@ -161,18 +187,12 @@ def plot_ratios(records):
     ]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("device time / torch.add of as many bytes, L2 cleared (log scale)")
-    axes.set_title(f"Gated RMSNorm beside the floor\n{where(records)}", fontsize=11)
+    axes.set_xlabel(f"device time / {of_what}, L2 cleared (log scale)")
+    axes.set_title(f"{title}\n{where(records)}", fontsize=11)
     _grid_behind(axes, "both")
     axes.legend(loc="lower right", framealpha=1, fontsize=9)
 
     return figure
-
-
-def _ratio(record, name):
-    times = record["times"]
-
-    return times[name]["cold_us"] / times["torch.add"]["cold_us"]
 
 
 def plot_bandwidth(records):

@@ -238,7 +238,7 @@ def test_plots(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need the extra `benchmark`")
     newest = [
         max(ROOT.glob(f"docs/results/*/{name}.jsonl"))
-        for name in ("gated_rms_norm", "rope_pack")
+        for name in ("gated_rms_norm", "gated_rms_norm_backward", "rope_pack")
     ]
     profile = tmp_path / "profile.jsonl"
     parts = [
@@ -302,6 +302,7 @@ def test_plots(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "gated_rms_norm-bandwidth.png",
         "gated_rms_norm-ratio.png",
+        "gated_rms_norm_backward-ratio.png",
         "launch-stages.png",
         "rope_pack-ladder.png",
         "soak.png",
