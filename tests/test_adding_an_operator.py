@@ -66,4 +66,4 @@ def test_the_page_makes_an_operator(tmp_path):
     )
 
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "11 passed" in result.stdout
+    assert "12 passed" in result.stdout
