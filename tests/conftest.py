@@ -5,6 +5,7 @@ Tests marked `slow` (tens of gigabytes, or minutes) run only where `-m` names th
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,16 @@ pytest.register_assert_rewrite(
     "gated_rms_norm_calls",
     "gated_rms_norm_kernel_behaviour",
 )
+
+# The same examples on each run, and no failure because the machine is busy.
+hypothesis.settings.register_profile(
+    "same examples",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("same examples")
 
 # Kernels are either interpreted or compiled in one process: `scripts/run_tests.py`
 # runs this folder and `tests/interpreted/` one after the other.

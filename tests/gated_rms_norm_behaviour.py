@@ -990,7 +990,7 @@ def _calls(draw):
     return call, [draw(st.sampled_from(layouts)) for _ in range(3)], draw(st.booleans())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@settings(max_examples=60)
 @given(drawn=_calls())
 def test_any_call(device, is_kernel, drawn):
     """Modes, dtypes, groups and layouts together: right, and nothing else is touched."""

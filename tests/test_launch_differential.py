@@ -14,16 +14,6 @@ from recording_driver import recording
 import ninetoothed_patches
 from ninetoothed_patches import call_key
 
-# The same examples on each run.
-hypothesis.settings.register_profile(
-    "launches",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-PROFILE = hypothesis.settings.get_profile("launches")
-
 _dtypes = strategies.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 _counts = strategies.sampled_from([0, 1, 5, 16])
 
@@ -146,7 +136,7 @@ def test_random_calls_launch_what_the_twin_launches(driver, name):
     pair = Pair(name, driver, max_plans=16)
     calls = 0
 
-    @hypothesis.settings(PROFILE, max_examples=60)
+    @hypothesis.settings(max_examples=60)
     @hypothesis.given(data=strategies.data())
     def random_calls(data):
         nonlocal calls

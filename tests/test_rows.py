@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ntops_ext.torch import _rows
 
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
+SETTINGS = settings(max_examples=200)
 
 
 @st.composite
