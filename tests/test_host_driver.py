@@ -237,6 +237,28 @@ def host_driver_tuned_application(x, y):
     y = x  # noqa: F841
 
 
+def test_it_is_the_binary_of_a_launch(monkeypatch, tmp_path):
+    """The options that a launch does not give, and that make compiling shorter, change nothing."""
+
+    # A binary holds the path of its source, and one in the cache may be of another's.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    handle = make()
+    x, y = torch.zeros(8, 64), torch.zeros(8, 64)
+    offline = host_driver.compile_call(handle, x, y, target="sm_90")
+    compile_with = triton.compile
+
+    def compile_as_for_a_launch(source, target, options):
+        given_to_a_launch = {"num_warps": 1, "num_stages": 1}
+        assert given_to_a_launch.items() < options.items()
+
+        return compile_with(source, target=target, options=given_to_a_launch)
+
+    monkeypatch.setattr(triton, "compile", compile_as_for_a_launch)
+    launched = host_driver.compile_call(handle, x, y, target="sm_90")
+
+    assert offline.asm["cubin"] == launched.asm["cubin"]
+
+
 def test_an_auto_tuned_handle_is_refused():
     """Which binary it launches is known on a GPU only."""
 
