@@ -136,7 +136,7 @@ def test_random_calls_launch_what_the_twin_launches(driver, name):
     pair = Pair(name, driver, max_plans=16)
     calls = 0
 
-    @hypothesis.settings(max_examples=60)
+    @hypothesis.settings(max_examples=40)
     @hypothesis.given(data=strategies.data())
     def random_calls(data):
         nonlocal calls
@@ -159,7 +159,7 @@ def test_random_calls_launch_what_the_twin_launches(driver, name):
     random_calls()
 
     # It would say nothing about a fast way that nobody took.
-    assert calls > 240
+    assert calls > 160
     assert pair.info.hits > calls / 3
     assert pair.info.misses > 10
 

@@ -567,11 +567,11 @@ class Nothing(TorchDispatchMode):
 def test_any_number_of_groups_is_one_launch(driver):
     """Case G7: one group or many, by one kernel: none is computed by PyTorch's operators."""
 
-    arguments, _ = norm_arguments(columns=8192)
+    arguments, _ = norm_arguments(columns=1024)
 
-    for groups in (1, 2, 8, 64):
+    for groups in (1, 2, 8):
         driver.clear()
-        ntops_ext.torch.gated_rms_norm(*arguments, group_size=8192 // groups)
+        ntops_ext.torch.gated_rms_norm(*arguments, group_size=1024 // groups)
 
         assert len(driver.take()) == 1
 

@@ -353,7 +353,7 @@ def test_shapes_and_strides(sizes, sources):
     inputs.assert_canaries()
 
 
-@pytest.mark.parametrize("heads_per_program", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads_per_program", [1, 4, 16])
 def test_launch_choices_change_no_bit(launch_as, heads_per_program):
     """Sixteen heads of q and four of K, however many a program owns (L10)."""
 
@@ -431,17 +431,17 @@ def test_packed_views_and_kept_prefixes():
 def test_any_strides_of_a_single_tensor():
     """Transposed, expanded and column-sliced inputs, a strided weight, an own output."""
 
-    base = torch.randn(5, 2, 3, 8)
-    rope, weight = make_rope(5, 8), torch.randn(16)[::2]
+    base = torch.randn(3, 2, 3, 8)
+    rope, weight = make_rope(3, 8), torch.randn(16)[::2]
 
     for heads in (
         base.transpose(0, 1),
         base[:, :1].transpose(0, 1).expand(2, -1, -1, -1),
-        torch.randn(2, 5, 70)[..., 7:31].unflatten(-1, (3, 8)),
+        torch.randn(2, 3, 70)[..., 7:31].unflatten(-1, (3, 8)),
     ):
         expected = qk_norm_rope(heads.contiguous(), weight.contiguous(), rope)
         result = qk_norm_rope(heads, weight, rope)
-        out = torch.full((2, 5, 30), 7.5)
+        out = torch.full((2, 3, 30), 7.5)
         view = out[..., :24].unflatten(-1, (3, 8))
 
         assert result.is_contiguous()
@@ -455,8 +455,9 @@ def test_any_strides_of_a_single_tensor():
     assert_equal_bits([qk_norm_rope(in_place, weight, rope, out=in_place)], [expected])
 
 
-@pytest.mark.parametrize("batch, prefix, tokens", [(3, 1, 5), (2, 7, 4), (1, 0, 9)])
-@pytest.mark.parametrize("sources", ["", "kv"])
+@pytest.mark.parametrize(
+    "batch, prefix, tokens, sources", [(3, 1, 5, ""), (2, 7, 4, "kv"), (1, 0, 9, "kv")]
+)
 def test_a_call_that_is_cut_equals_one_that_is_not(
     monkeypatch, batch, prefix, tokens, sources
 ):
