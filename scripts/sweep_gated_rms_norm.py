@@ -9,13 +9,13 @@ one tiny shape runs in Triton's interpreter, and times mean nothing.
 """
 
 import functools
-import multiprocessing
 import sys
 
 import results
 import torch
-from command_line import make_parser, parse, progress
+from command_line import make_parser, parse
 from environment import describe_environment, print_environment
+from sweeping import compile_ahead, measure_all
 from timing import NOT_MEANINGFUL, cold_device_time, wall_time, warm_device_time
 
 from ntops_ext import configs
@@ -72,24 +72,15 @@ def main(arguments):
         print(NOT_MEANINGFUL)
     else:
         jobs = [(shape, choice) for shape in shapes for choice in choices(shape[0])]
+        compile_ahead(compile_choice, jobs)
 
-        # Triton keeps what these processes compile on disk, for this one to find.
-        with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.starmap(compile_choice, jobs, chunksize=1)
-
-    results.write(options.output, measure_all(shapes, options.device), environment)
+    results.write(
+        options.output,
+        measure_all(shapes, lambda shape: measure(shape, options.device), print_best),
+        environment,
+    )
 
     return 0
-
-
-def measure_all(shapes, device):
-    """The records of one shape after the other, whose best are printed."""
-
-    for shape in progress(shapes, "shape"):
-        of_shape = measure(shape, device)
-        print_best(shape, of_shape)
-
-        yield from of_shape
 
 
 def choices(group_size):

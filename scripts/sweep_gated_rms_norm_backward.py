@@ -11,15 +11,15 @@ nothing.
 
 import contextlib
 import dataclasses
-import multiprocessing
 import sys
 
 import results
 import torch
 from benchmark_gated_rms_norm_backward import own_gradients
-from command_line import make_parser, parse, progress
+from command_line import make_parser, parse
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import Case
+from sweeping import compile_ahead, measure_all
 from timing import NOT_MEANINGFUL, cold_device_time, wall_time
 
 from ntops_ext import configs
@@ -60,24 +60,15 @@ def main(arguments):
         print(NOT_MEANINGFUL)
     else:
         jobs = [(shape, choice) for shape in shapes for choice in choices(*shape[:2])]
+        compile_ahead(compile_choice, jobs)
 
-        # Triton keeps what these processes compile on disk, for this one to find.
-        with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.starmap(compile_choice, jobs, chunksize=1)
-
-    results.write(options.output, measure_all(shapes, options.device), environment)
+    results.write(
+        options.output,
+        measure_all(shapes, lambda shape: measure(shape, options.device), print_best),
+        environment,
+    )
 
     return 0
-
-
-def measure_all(shapes, device):
-    """The records of one shape after the other, whose best are printed."""
-
-    for shape in progress(shapes, "shape"):
-        of_shape = measure(shape, device)
-        print_best(shape, of_shape)
-
-        yield from of_shape
 
 
 def choices(group_size, num_groups):
