@@ -32,8 +32,8 @@ _COLUMNS_PER_PIECE = 8192
 
 _MAX_WARPS = 16
 
-# 1536 is the width of Mamba-2 130m, whose gate has row strides of 3352, which is read element
-# by element: 1.15 times `torch.add` in pieces, padded 1.06 (dense, 1.01 and 1.05). 5 pieces of
+# 1536 is the width of Mamba-2 130m, whose gate has row strides of 3352. While that was read element
+# by element, it took 1.15 times `torch.add` in pieces, padded 1.06 (dense, 1.01 and 1.05). 5 pieces of
 # 2048 leave 16 warps too few registers: 1.22 times, padded 1.05.
 _PADDED_ALL_THE_SAME = (1536, 10240)
 

@@ -116,7 +116,14 @@ def test_accesses_are_wide_in_every_mode_and_dtype(monkeypatch, dtype, mode):
 
 @pytest.mark.parametrize(
     "width, group_size, row_stride",
-    [(10240, 1280, 22656), (8192, 1024, 18560), (4096, 512, 10304)],
+    [
+        (10240, 1280, 22656),
+        (8192, 1024, 18560),
+        (4096, 512, 10304),
+        # 16 divides neither these row strides nor those of the other tensors, but 8 does.
+        (1536, 1536, 3352),
+        (1000, 1000, 2024),
+    ],
 )
 def test_accesses_of_a_column_slice_are_wide(
     monkeypatch, width, group_size, row_stride
@@ -146,10 +153,10 @@ def test_accesses_of_an_interleaved_gate_are_wide(monkeypatch):
 
 
 def test_a_gate_that_is_not_aligned_narrows_only_itself(monkeypatch):
-    """Input, weight and result keep accesses of 16 bytes."""
+    """By 8 elements: of an odd row stride. Input, weight and result keep accesses of 16 bytes."""
 
     dense = make_call(NUM_ROWS, 2048, mode="gate_first-silu", dtype=torch.bfloat16)
-    sliced = dense.with_tensors(gate=column_slice(3352, 2048))
+    sliced = dense.with_tensors(gate=column_slice(3353, 2048))
     wide, narrow = (
         global_accesses(compile_call(monkeypatch, call, "sm_90").asm["ptx"])
         for call in (dense, sliced)

@@ -181,3 +181,44 @@ def test_whether_a_row_fits(tensor, expected):
     """Its last column is at most 2^31 - 1 elements from its first."""
 
     assert _rows.fits(tensor) is expected
+
+
+@pytest.mark.parametrize(
+    "shape, strides, expected",
+    [
+        ((4, 1536), (3352, 1), 3352),
+        ((4, 1000), (1000, 1), 1000),
+        ((4, 1536), (3354, 1), 3354),
+        # Triton finds this out by itself, and nothing is gained from that.
+        ((4, 1536), (3360, 1), None),
+        ((4, 1536), (3353, 1), None),
+        ((4, 1536), (0, 1), None),
+        ((4, 128), (3352, 2), None),
+        # Each would make a kernel, and another number of rows other kernels.
+        ((1, 1536), (3352, 1), None),
+        ((2, 5, 1536), (8 * 3352, 3352, 1), None),
+    ],
+    ids=str,
+)
+def test_which_row_strides_are_compiled_in(shape, strides, expected):
+    """Those without which accesses would be of one element."""
+
+    view = _rows.View(shape, strides, 0, False)
+
+    assert view.row_stride_to_compile_in() == expected
+
+
+def test_a_view_with_a_row_stride_compiled_in_reaches_as_far():
+    """A row at each multiple of the stride is that row, and the last ends where it ended."""
+
+    buffer = torch.arange(3 + 4 * 22)
+    tensor = buffer.as_strided((4, 16), (22, 1), 3)
+    ordinary = torch.arange(4 * 16).view(4, 16)
+    views = [_rows.View.of(one, one) for one in (tensor, ordinary)]
+    views_of_kernel, row_strides = _rows.compile_in_row_strides(("gate", "out"), views)
+    stepped = views_of_kernel[0].apply(tensor)
+
+    assert row_strides == (("gate", 22),)
+    assert views_of_kernel[1] is views[1]
+    assert stepped.stride() == (1, 1) and len(stepped) == 3 * 22 + 1
+    assert torch.equal(stepped[::22], tensor)

@@ -26,7 +26,30 @@ def activation_code(activation):
     return SIGMOID if activation == "sigmoid" else SILU
 
 
-def arrangement(*tensors, row_tile, group_size, columns_per_piece):
+def tile_rows(tensor, row_tile, num_columns, row_strides):
+    """Tiles of (*row_tile, num_columns) of `tensor`.
+
+    :param row_strides: By a tensor's name the stride of its rows, in elements, where that is
+        compiled in: the tensor then has one row dimension, whose stride is 1, and a row at
+        every `row_strides[name]`-th place of it. Triton, which knows no more of a stride than
+        whether 16 divides it, sees by what such a constant can be divided.
+    """
+
+    row_stride = row_strides.get(tensor.source.name)
+
+    if row_stride is None:
+        return tensor.tile((*row_tile, num_columns))
+
+    (num_rows,) = row_tile
+
+    return tensor.tile(
+        (num_rows, num_columns),
+        strides=(num_rows * row_stride, num_columns),
+        dilation=(row_stride, 1),
+    )
+
+
+def arrangement(*tensors, row_tile, group_size, columns_per_piece, row_strides):
     """One program takes one group of a block of rows.
 
     It sees of a tensor a tile of (rows, columns), of a parameter one of (columns,); where
@@ -37,13 +60,14 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece):
     :param row_tile: The rows of a program along each of the row dimensions.
     :param group_size: D.
     :param columns_per_piece: D, or less where a group is read piece by piece.
+    :param row_strides: As for `tile_rows`.
     """
 
-    row_grid = tensors[0].tile((*row_tile, group_size)).shape[:-1]
+    row_grid = tile_rows(tensors[0], row_tile, group_size, row_strides).shape[:-1]
     num_row_dims = len(row_tile)
 
     def arrange_rows(tensor):
-        arranged = tensor.tile((*row_tile, group_size))
+        arranged = tile_rows(tensor, row_tile, group_size, row_strides)
 
         if columns_per_piece < group_size:
             pieces = arranged.dtype.tile((*row_tile, columns_per_piece))
@@ -451,6 +475,7 @@ def premake(
     group_size,
     *,
     row_tile=(1,),
+    row_strides=(),
     columns_per_piece=None,
     holds_pieces=False,
     parameters_first=True,
@@ -475,6 +500,8 @@ def premake(
     :param num_columns: N, the size of the last dimension.
     :param group_size: D, which divides N.
     :param row_tile: The rows of a program along each row dimension, powers of two.
+    :param row_strides: Pairs of "input", "gate" or "output" and the row stride of that tensor
+        that is compiled in (see `tile_rows`), for tensors of one row dimension.
     :param columns_per_piece: A power of two, if a group is read piece by piece.
     :param holds_pieces: Whether the pieces, which then divide D, are held and read once.
     :param parameters_first: Whether weight and bias are read before the sum.
@@ -519,6 +546,7 @@ def premake(
         row_tile=tuple(row_tile),
         group_size=group_size,
         columns_per_piece=columns_per_piece if is_by_pieces else group_size,
+        row_strides=dict(row_strides),
     )
 
     if is_by_pieces and holds_pieces:

@@ -36,7 +36,12 @@ _STATISTICS = ("scales", "mean_products")
 
 
 def arrangement(
-    *tensors, row_tile, columns_per_program, columns_per_piece, max_row_blocks
+    *tensors,
+    row_tile,
+    columns_per_program,
+    columns_per_piece,
+    max_row_blocks,
+    row_strides,
 ):
     """One program takes some columns, a group or a part of one, of a run of tiles of rows.
 
@@ -51,13 +56,14 @@ def arrangement(
     :param columns_per_program: The columns of a program.
     :param columns_per_piece: The columns of a tile, which divide those of a program.
     :param max_row_blocks: The most runs that rows are cut into.
+    :param row_strides: As for `gated_rms_norm.tile_rows`.
     """
 
     num_row_dims = len(row_tile)
     num_pieces = columns_per_program // columns_per_piece
 
     def arrange_rows(tensor, columns):
-        tiles = tensor.tile((*row_tile, columns))
+        tiles = gated_rms_norm.tile_rows(tensor, row_tile, columns, row_strides)
 
         if num_row_dims > 1:
             tiles.dtype = tiles.dtype.flatten(0, num_row_dims)
@@ -92,7 +98,9 @@ def arrangement(
     return tuple(arrange(tensor) for tensor in tensors)
 
 
-def statistics_arrangement(*tensors, num_row_dims, group_size, columns_per_piece):
+def statistics_arrangement(
+    *tensors, num_row_dims, group_size, columns_per_piece, row_strides
+):
     """One program takes one row, piece by piece.
 
     :param tensors: As `arrangement` takes them, but for partial sums.
@@ -115,6 +123,7 @@ def statistics_arrangement(*tensors, num_row_dims, group_size, columns_per_piece
             row_tile=row_tile,
             group_size=group_size,
             columns_per_piece=columns_per_piece,
+            row_strides=row_strides,
         )
     )
 
@@ -491,6 +500,7 @@ def premake(
     *,
     row_tile,
     max_row_blocks,
+    row_strides=(),
     columns_per_piece=None,
     statistics=False,
     padding=0,
@@ -515,6 +525,8 @@ def premake(
         group whose `statistics` are given.
     :param row_tile: The rows of a tile along each row dimension, powers of two.
     :param max_row_blocks: The most runs that rows are cut into, with a partial sum each.
+    :param row_strides: Pairs of the name of a tensor of rows and its row stride, for those that
+        are compiled in (see `gated_rms_norm.tile_rows`).
     :param columns_per_piece: The columns of a tile, a power of two that divides
         `columns_per_program`; `None` if all, which are then padded to a power of two.
     :param statistics: Whether `scales` and `mean_products` are given, not found.
@@ -566,13 +578,20 @@ def premake(
         columns_per_program=columns_per_program,
         columns_per_piece=columns_per_piece or columns_per_program,
         max_row_blocks=max_row_blocks,
+        row_strides=dict(row_strides),
     )
 
     return arrangement_, gated_rms_norm_backward_application, tensors
 
 
 def premake_statistics(
-    group_size, *, num_row_dims, columns_per_piece, gate=True, weight=True
+    group_size,
+    *,
+    num_row_dims,
+    columns_per_piece,
+    row_strides=(),
+    gate=True,
+    weight=True,
 ):
     """What `premake` may be given, of one group that is read piece by piece.
 
@@ -595,6 +614,7 @@ def premake_statistics(
         num_row_dims=num_row_dims,
         group_size=group_size,
         columns_per_piece=columns_per_piece,
+        row_strides=dict(row_strides),
     )
 
     return arrangement_, gated_rms_norm_statistics_application, tensors

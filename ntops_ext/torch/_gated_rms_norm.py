@@ -37,6 +37,27 @@ _prepared_calls = _prepared.PreparedCalls(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One launch.
+
+    :param shape: Of its rows.
+    :param views: Of `input`, `out` and `gate`, as the kernel takes them.
+    :param row_strides: Those that are compiled in, as the kernel's `premake` takes them.
+    """
+
+    shape: tuple
+    views: tuple
+    row_strides: tuple
+
+    @classmethod
+    def of(cls, views):
+        names = ("input", "output", "gate")[: len(views)]
+        views_of_kernel, row_strides = _rows.compile_in_row_strides(names, views)
+
+        return cls(views[0].shape, views_of_kernel, row_strides)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
     """What is known of all calls with these layouts and options."""
@@ -46,7 +67,7 @@ class _Layout:
     weight_offset: float
     # Which tensors have rows with offsets that no kernel can compute.
     unaddressable: tuple
-    # Of each launch, the views of input, out and gate; none if there is nothing to compute.
+    # None if there is nothing to compute.
     parts: list
     # The addresses with which `out` was checked for overlap.
     addresses: dict = dataclasses.field(default_factory=dict)
@@ -268,10 +289,12 @@ def _check_layout(
         written = torch.empty(input.shape, device="meta") if out is None else out
         rows = [input, written] if gate is None else [input, written, gate]
         parts = [
-            [
-                _rows.View.of(part, tensor)
-                for part, tensor in zip(parts_of_rows, rows, strict=True)
-            ]
+            _Part.of(
+                [
+                    _rows.View.of(part, tensor)
+                    for part, tensor in zip(parts_of_rows, rows, strict=True)
+                ]
+            )
             for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
         ]
 
@@ -420,8 +443,8 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
     if not layout.handles:
         # At once: another thread may be here, too.
         layout.handles[:] = [
-            _make_handle(kernel, layout.group_size, views[0], weight, gate, bias)
-            for views in layout.parts
+            _make_handle(kernel, layout.group_size, part, weight, gate, bias)
+            for part in layout.parts
         ]
 
     return [
@@ -429,11 +452,11 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
             handle,
             # An absent tensor is a number for the kernel (see `premake`).
             (
-                views[0].apply(input),
-                0.0 if gate is None else views[2].apply(gate),
+                part.views[0].apply(input),
+                0.0 if gate is None else part.views[2].apply(gate),
                 1.0 if weight is None else weight,
                 -0.0 if bias is None else bias,
-                views[1].apply(out),
+                part.views[1].apply(out),
                 1.0 / layout.group_size,
                 layout.eps,
                 layout.weight_offset,
@@ -441,14 +464,14 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
                 int(norm_before_gate),
             ),
         )
-        for handle, views in zip(layout.handles, layout.parts, strict=True)
+        for handle, part in zip(layout.handles, layout.parts, strict=True)
     ]
 
 
-def _make_handle(kernel, group_size, view, weight, gate, bias):
-    *row_sizes, num_columns = view.shape
+def _make_handle(kernel, group_size, part, weight, gate, bias):
+    *row_sizes, num_columns = part.shape
     config = configs.gated_rms_norm_config(
-        group_size, math.prod(view.shape) // group_size, len(row_sizes)
+        group_size, math.prod(part.shape) // group_size, len(row_sizes)
     )
 
     return make_handle(
@@ -457,6 +480,7 @@ def _make_handle(kernel, group_size, view, weight, gate, bias):
         num_columns=num_columns,
         group_size=group_size,
         row_tile=configs.row_tile(config.rows_per_program, row_sizes),
+        row_strides=part.row_strides,
         columns_per_piece=config.columns_per_piece,
         holds_pieces=config.holds_pieces,
         parameters_first=config.parameters_first,

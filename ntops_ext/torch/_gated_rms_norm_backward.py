@@ -63,13 +63,17 @@ class _Gradients(torch.autograd.Function):
 class _Part:
     """One launch, or two: a run of rows, and all columns or those of one wide group.
 
-    :param views: Of `grad_output`, `input`, a gradient, and `gate`.
+    :param views: Of `grad_output`, `input`, a gradient, and `gate`, as the kernels take them.
+    :param row_shape: The sizes of the row dimensions.
+    :param row_strides: Those that are compiled in, as the kernels' `premake` takes them.
     :param columns: The slice of the columns; `None` if all.
     :param first_block: The first row of the workspace that is this part's.
     :param num_blocks: How many rows of it are.
     """
 
     views: tuple
+    row_shape: tuple
+    row_strides: tuple
     row_tile: tuple
     columns: slice | None
     first_block: int
@@ -255,11 +259,18 @@ def _split(grad_output, input, gate, group_size, config):
                 rows if columns is None else [tensor[..., columns] for tensor in rows]
             )
 
-            yield _Part(
-                views=tuple(
+            views, row_strides = _rows.compile_in_row_strides(
+                ("grad_output", "input", "gradient", "gate")[: len(tensors)],
+                [
                     _rows.View.of(part, tensor)
                     for part, tensor in zip(parts, tensors, strict=True)
-                ),
+                ],
+            )
+
+            yield _Part(
+                views=views,
+                row_shape=tuple(row_sizes),
+                row_strides=_of_kernel(row_strides),
                 row_tile=row_tile,
                 columns=columns,
                 first_block=first_block,
@@ -267,6 +278,18 @@ def _split(grad_output, input, gate, group_size, config):
             )
 
         first_block += num_blocks
+
+
+def _of_kernel(row_strides):
+    """The pairs with the gradients of input and gate, which have one layout, by their names."""
+
+    return tuple(
+        (name_of_kernel, row_stride)
+        for name, row_stride in row_strides
+        for name_of_kernel in (
+            ("grad_input", "grad_gate") if name == "gradient" else (name,)
+        )
+    )
 
 
 def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradients):
@@ -347,9 +370,7 @@ def _run_part(
 
     if statistics_handle is not None:
         scales, mean_products = (
-            torch.empty(
-                (*input.shape[:-1], 1), dtype=torch.float32, device=input.device
-            )
+            torch.empty((*part.row_shape, 1), dtype=torch.float32, device=input.device)
             for _ in range(2)
         )
         _launch.launch(
@@ -440,6 +461,7 @@ def _make_handles(kernels, layout, arguments):
             columns_per_program=config.columns_per_program or layout.group_size,
             columns_per_piece=config.columns_per_piece,
             row_tile=part.row_tile,
+            row_strides=part.row_strides,
             max_row_blocks=config.max_row_blocks,
             statistics=is_in_parts,
             padding=int(_pads_with_ones(layout)),
@@ -454,6 +476,7 @@ def _make_handles(kernels, layout, arguments):
                 num_warps=configs.STATISTICS_NUM_WARPS,
                 group_size=layout.group_size,
                 num_row_dims=len(part.row_tile),
+                row_strides=part.row_strides,
                 columns_per_piece=configs.STATISTICS_COLUMNS_PER_PIECE,
                 **present,
             )

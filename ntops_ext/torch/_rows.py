@@ -5,6 +5,9 @@ import dataclasses
 # Kernels compute offsets, in elements, in 32 bits.
 MAX_OFFSET = 2**31 - 1
 
+# Triton finds out whether it divides a stride that a kernel is given, and nothing else.
+_KNOWN_DIVISOR = 16
+
 
 def fits(tensor):
     """Whether a row of `tensor`, or what is a row itself, has no offset too large."""
@@ -122,6 +125,32 @@ class View:
 
         return cls(tuple(view.shape), view.stride(), offset, is_whole)
 
+    def row_stride_to_compile_in(self):
+        """The stride of the rows if accesses are wide only where it is compiled in, else None.
+
+        That makes a kernel of its own for each such stride, so it is one that accesses of two
+        elements gain from; and that of rows of a single dimension, for others may change with
+        the number of rows.
+        """
+
+        if len(self.shape) != 2 or self.shape[0] == 1:
+            return None
+
+        row_stride, column_stride = self.strides
+
+        if column_stride != 1 or row_stride % _KNOWN_DIVISOR == 0 or row_stride % 2:
+            return None
+
+        return row_stride
+
+    def with_row_stride_compiled_in(self):
+        """The view that a kernel takes then: of rows one element apart, as many as it steps over."""
+
+        (num_rows, num_columns), (row_stride, _) = self.shape, self.strides
+        shape = (1 + (num_rows - 1) * row_stride, num_columns)
+
+        return View(shape, (1, 1), self.offset, is_whole=False)
+
     def apply(self, tensor):
         """The rows of another tensor of the same layout."""
 
@@ -131,3 +160,26 @@ class View:
         return tensor.as_strided(
             self.shape, self.strides, tensor.storage_offset() + self.offset
         )
+
+
+def compile_in_row_strides(names, views):
+    """Views as a kernel takes them that has some row strides compiled in.
+
+    :param names: Those of the kernel's tensors.
+    :param views: As many `View`s, of one shape.
+    :return: As many views, and pairs of a name and the stride.
+    """
+
+    row_strides = {
+        name: row_stride
+        for name, view in zip(names, views, strict=True)
+        if (row_stride := view.row_stride_to_compile_in()) is not None
+    }
+
+    return (
+        tuple(
+            view.with_row_stride_compiled_in() if name in row_strides else view
+            for name, view in zip(names, views, strict=True)
+        ),
+        tuple(row_strides.items()),
+    )
