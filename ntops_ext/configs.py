@@ -56,6 +56,14 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
     an H200, in bfloat16, for 50 to 800 MB (many groups) or 1 to 64 rows (few).
     """
 
+    # Columns that are not held in pieces are padded to this power of two.
+    lanes = next_power_of_2(group_size)
+
+    if lanes > _MAX_HELD_LANES:
+        return GatedRMSNormConfig(
+            rows_per_program=1, num_warps=8, columns_per_piece=_COLUMNS_PER_PIECE
+        )
+
     piece = _held_piece(group_size)
 
     if piece is not None and group_size not in _PADDED_ALL_THE_SAME:
@@ -64,14 +72,6 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
             num_warps=min(piece // 128, _MAX_WARPS),
             columns_per_piece=piece,
             holds_pieces=True,
-        )
-
-    # Columns are padded to this power of two.
-    lanes = next_power_of_2(group_size)
-
-    if lanes > _MAX_HELD_LANES:
-        return GatedRMSNormConfig(
-            rows_per_program=1, num_warps=8, columns_per_piece=_COLUMNS_PER_PIECE
         )
 
     # With several row dimensions a program works out more indices: fewer, larger programs.

@@ -38,8 +38,18 @@ def test_the_order_of_additions_depends_on_the_group_size_alone():
 
         assert len(pieces) == 1, group_size
 
-        if configs.next_power_of_2(group_size) > 16384:
-            assert pieces != {None}
+
+@pytest.mark.parametrize(
+    "group_size", [16385, 20000, 20480, 28672, 49152, 65536, 98304, 3 * 2**21]
+)
+def test_a_group_too_wide_to_be_held_is_read_twice(group_size):
+    """In pieces of one size, also where it is 3, 5 or 7 times a power of two."""
+
+    for num_groups in NUM_GROUPS:
+        config = configs.gated_rms_norm_config(group_size, num_groups)
+
+        assert not config.holds_pieces
+        assert config.columns_per_piece == 8192
 
 
 def test_pieces_that_are_held_are_a_group():
