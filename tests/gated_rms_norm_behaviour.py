@@ -912,6 +912,25 @@ def test_moderate_gates_keep_their_digits(device, mode):
     call.check(call.run())
 
 
+@pytest.mark.parametrize("mode", GATED_MODES)
+def test_gates_just_before_exp_overflows(device, mode):
+    """The largest float32 is exp(88.72): what is divided by less is no zero."""
+
+    call = make_call(1, 16, mode=mode, device=device)
+    gate = torch.linspace(-88.7, -87.0, 16, device=device)[None]
+    # Large enough that a result is no subnormal.
+    large = {"input": torch.full_like(gate, 1e36)}
+
+    if mode.startswith("norm_first"):
+        large = {"weight": torch.full((16,), 1e30, device=device)}
+
+    call = call.with_tensors(gate=gate, **large)
+    result = call.run()
+
+    assert (result != 0).all()
+    call.check(result)
+
+
 def test_a_square_that_overflows(device):
     """Numbers above 1.8e19 have no float32 square: the result is 0, as everywhere."""
 

@@ -122,11 +122,12 @@ def _one_plus_exp(exponent):
     series = ntl.fma(series, rest, 0.5)
     series = ntl.fma(series, rest, 1.0)
     series = ntl.fma(series, rest, 1.0)
-    # The power is -125 to 128, and 2 ** 128 is infinite.
-    bits = (ntl.cast(power, ntl.int32) + 127) << 23
-    power_of_two = ntl.cast(bits, ntl.float32, bitcast=True)
+    # The power is -126 to 128. 2 ** 128 would be infinite, where `exp` need not be; half of
+    # 2 ** -126, which becomes 0, is too little beside 1.
+    bits = (ntl.cast(power, ntl.int32) + 126) << 23
+    half_power_of_two = ntl.cast(bits, ntl.float32, bitcast=True)
 
-    return ntl.fma(series, power_of_two, 1.0)
+    return ntl.fma(series, half_power_of_two, 0.5) * 2.0
 
 
 def _gating(gate_value, activation, is_float32):
