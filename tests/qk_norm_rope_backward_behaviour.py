@@ -8,7 +8,12 @@ import torch
 from rope_inputs import assert_equal_bits, make_rope
 
 from ntops_ext import configs, reference
-from ntops_ext.torch import _qk_norm_rope_backward, qk_norm_rope
+from ntops_ext.torch import (
+    _launch,
+    _partial_sums,
+    _qk_norm_rope_backward,
+    qk_norm_rope,
+)
 
 
 def make_arguments(
@@ -231,12 +236,36 @@ def test_it_is_cut_into_launches(device, launch_as, monkeypatch):
     monkeypatch.setattr(
         _qk_norm_rope_backward, "plan_chunks", lambda *call: plan(*call, 63)
     )
-    monkeypatch.setattr(_qk_norm_rope_backward, "launch", counting_launch)
+
+    for module in (_qk_norm_rope_backward, _launch):
+        monkeypatch.setattr(module, "launch", counting_launch)
+
     _qk_norm_rope_backward.layouts.clear()
     cut = backward(arguments)
 
     assert len(launches) == 2 * 2 + 1
     assert_equal_bits(cut, whole)
+
+
+def test_partial_sums_beyond_the_bound_are_added_in_slabs(device, monkeypatch):
+    """As many as an entry of the batch has programs, whose tokens may be few."""
+
+    arguments = make_arguments(device, batch=7, tokens=1)
+    input_gradient, weight_gradient = backward(arguments)
+    launches = []
+    launch = _launch.launch
+
+    def counting_launch(handle, device, result, partial_sums):
+        launches.append(len(partial_sums))
+        launch(handle, device, result, partial_sums)
+
+    monkeypatch.setattr(_launch, "launch", counting_launch)
+    monkeypatch.setattr(_partial_sums, "MAX_ELEMENTS", 3 * 16)
+    in_slabs = backward(arguments)
+
+    assert launches == [3, 3, 1, 3]
+    assert_equal_bits(in_slabs[:1], [input_gradient])
+    torch.testing.assert_close(in_slabs[1], weight_gradient)
 
 
 def test_a_second_derivative_is_refused(device):

@@ -122,7 +122,7 @@ def test_choices(batch, tokens, heads, head_dim, item_size, expected):
     head_dim=st.integers(1, 3000).map(lambda half: 2 * half),
 )
 def test_partial_sums_can_be_addressed(batch, tokens, heads, head_dim):
-    """In 32 bits, as long as programs can take more tokens."""
+    """In 32 bits, as long as programs can take more tokens: others are added in slabs."""
 
     config = configs.qk_norm_rope_backward_config(
         batch=batch, tokens=tokens, num_heads=heads, head_dim=head_dim, item_size=2

@@ -9,7 +9,7 @@ from gated_rms_norm_binaries import contractible_sums, global_accesses, is_wide
 from qk_norm_rope_backward_behaviour import backward, make_arguments
 
 from ninetoothed_patches import host_driver
-from ntops_ext.torch import _qk_norm_rope_backward
+from ntops_ext.torch import _launch, _qk_norm_rope_backward
 
 NEEDS = [(True, True), (True, False), (False, True)]
 
@@ -29,11 +29,14 @@ def compile_kernels(monkeypatch, target="sm_90", needs=(True, True), **sizes):
 
     with monkeypatch.context() as patch:
         patch.setattr(_qk_norm_rope_backward, "runs_kernel", lambda tensor: True)
-        patch.setattr(
-            _qk_norm_rope_backward,
-            "launch",
-            lambda handle, device, *args: launches.append((handle, args)),
-        )
+
+        for module in (_qk_norm_rope_backward, _launch):
+            patch.setattr(
+                module,
+                "launch",
+                lambda handle, device, *args: launches.append((handle, args)),
+            )
+
         backward(arguments, needs=needs)
 
     _qk_norm_rope_backward.layouts.clear()

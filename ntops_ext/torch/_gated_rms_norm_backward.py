@@ -7,7 +7,7 @@ import torch
 
 from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _launch, _layouts, _rows
+from ntops_ext.torch import _checks, _launch, _layouts, _partial_sums, _rows
 
 _NAMES = ("grad_output", "input", "weight", "gate", "bias")
 
@@ -338,7 +338,7 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
         (bias_partials, gradients[3]),
     ):
         if gradient is not None:
-            _launch.launch(sum_handle, input.device, gradient, partials)
+            _partial_sums.add(sum_handle, gradient, partials)
 
 
 def _run_part(

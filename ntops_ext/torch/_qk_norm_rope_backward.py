@@ -6,7 +6,7 @@ import torch
 
 from ntops_ext import configs
 from ntops_ext._handles import import_kernels, make_handle
-from ntops_ext.torch import _checks, _heads, _layouts, _rows
+from ntops_ext.torch import _checks, _heads, _layouts, _partial_sums, _rows
 from ntops_ext.torch._chunks import MAX_OFFSET, plan_chunks
 from ntops_ext.torch._launch import launch, runs_kernel
 
@@ -98,7 +98,7 @@ def backward(grad_output, input, weight, rope, eps, needs_input_grad):
         grad_weight = torch.empty(
             weight.shape, dtype=weight.dtype, device=weight.device
         )
-        launch(layout.handles[1], input.device, grad_weight, partial_sums)
+        _partial_sums.add(layout.handles[1], grad_weight, partial_sums)
 
     return grad_input, grad_weight
 

@@ -1,0 +1,29 @@
+"""The last step of a weight's gradient: partial sums of rows, added."""
+
+import torch
+
+from ntops_ext.torch import _launch
+
+# Offsets are computed in 32 bits.
+MAX_ELEMENTS = 2**31
+
+
+def add(handle, result, partial_sums):
+    """Write the sum of the rows of `partial_sums` into `result`, in an order that sizes decide.
+
+    :param handle: Of `ntops_ext.kernels.sum_of_rows`.
+    :param result: Of shape (columns,), of any of the dtypes.
+    :param partial_sums: Of shape (rows, columns), float32.
+    """
+
+    slabs = partial_sums.split(max(MAX_ELEMENTS // len(result), 1))
+
+    if len(slabs) > 1:
+        partial_sums = torch.empty(
+            (len(slabs), len(result)), dtype=torch.float32, device=result.device
+        )
+
+        for row, slab in zip(partial_sums, slabs, strict=True):
+            _launch.launch(handle, result.device, row, slab)
+
+    _launch.launch(handle, result.device, result, partial_sums)
