@@ -342,6 +342,41 @@ def test_strides_do_not_change_a_rows_bits(device):
     assert torch.equal(actual[2], expected[2])
 
 
+@pytest.mark.parametrize(
+    "columns, row_stride, sliced, is_in_parts",
+    [
+        (32, 38, (0,), False),
+        (32, 38, (1, 2), False),
+        (20, 48, (0,), False),
+        (20, 48, (1, 2), False),
+        (20, 48, (1, 2), True),
+    ],
+)
+def test_row_strides_that_are_compiled_in_beside_others(
+    device, request, columns, row_stride, sliced, is_in_parts
+):
+    """38 and 20 are, 32 and 48 are not: of some tensors one, of the others the other."""
+
+    if is_in_parts:
+        request.getfixturevalue("small_pieces")
+
+    grad_output, (input, weight, gate, _), options = make(
+        device, rows=(5,), columns=columns
+    )
+    tensors = [grad_output, input, gate]
+    expected = gradients(grad_output, (input, weight, gate, None), options)
+
+    for index in sliced:
+        wide = torch.full((5, row_stride), float("nan"), device=device)
+        tensors[index] = wide[:, :columns].copy_(tensors[index])
+
+    grad_output, input, gate = tensors
+    actual = gradients(grad_output, (input, weight, gate, None), options)
+
+    for one, other in zip(actual[:3], expected[:3], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_columns_apart(device):
     """Case L3: every tensor with a stride between its columns, and the gradient transposed; none is changed."""
 

@@ -473,20 +473,24 @@ def _choice(name):
     return Tensor(0, constexpr=True, name=name)
 
 
-def _inputs(num_row_dims, num_columns, padding, gate, weight):
-    # Sizes are those of the first tensor: fewer arguments, and fewer divisions by them.
+def _row_sizes(grad_output, row_strides):
+    # Those of `grad_output`: fewer arguments, and fewer divisions by them. Where a row stride is
+    # compiled in they differ, and each tensor has its own.
+    return tuple(None if row_strides else size for size in grad_output.shape[:-1])
+
+
+def _inputs(num_row_dims, num_columns, padding, gate, weight, row_strides):
     grad_output = Tensor(
         shape=(*(None for _ in range(num_row_dims)), num_columns),
         name="grad_output",
         other=0,
     )
+    shape = (*_row_sizes(grad_output, row_strides), num_columns)
 
     return (
         grad_output,
-        Tensor(shape=grad_output.shape, name="input", other=padding),
-        Tensor(shape=grad_output.shape, name="gate", other=padding)
-        if gate
-        else _scalar("gate"),
+        Tensor(shape=shape, name="input", other=padding),
+        Tensor(shape=shape, name="gate", other=padding) if gate else _scalar("gate"),
         # What lies behind the last column enters the sum of products.
         Tensor(shape=(num_columns,), name="weight", other=0)
         if weight
@@ -537,14 +541,14 @@ def premake(
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
     """
 
-    inputs = _inputs(len(row_tile), num_columns, padding, gate, weight)
-    shape = inputs[0].shape
+    inputs = _inputs(len(row_tile), num_columns, padding, gate, weight, row_strides)
+    row_sizes = _row_sizes(inputs[0], row_strides)
 
     def statistic(name):
         if not statistics:
             return _scalar(name)
 
-        return Tensor(shape=(*shape[:-1], 1), name=name, other=0)
+        return Tensor(shape=(*row_sizes, 1), name=name, other=0)
 
     def partials(name):
         return Tensor(shape=(None, num_columns), name=name)
@@ -554,8 +558,8 @@ def premake(
         Tensor(shape=(num_columns,), name="bias") if bias else _scalar("bias"),
         statistic("scales"),
         statistic("mean_products"),
-        Tensor(shape=shape, name="grad_input"),
-        Tensor(shape=shape, name="grad_gate"),
+        Tensor(shape=(*row_sizes, num_columns), name="grad_input"),
+        Tensor(shape=(*row_sizes, num_columns), name="grad_gate"),
         partials("weight_partials"),
         partials("bias_partials"),
         _scalar("inverse_group_size"),
@@ -599,10 +603,11 @@ def premake_statistics(
     `inverse_group_size`, `eps`, `weight_offset`, `activation`, `norm_before_gate`.
     """
 
-    inputs = _inputs(num_row_dims, group_size, 0, gate, weight)
+    inputs = _inputs(num_row_dims, group_size, 0, gate, weight, row_strides)
+    row_sizes = _row_sizes(inputs[0], row_strides)
     tensors = (
         *inputs,
-        *(Tensor(shape=(*inputs[0].shape[:-1], 1), name=name) for name in _STATISTICS),
+        *(Tensor(shape=(*row_sizes, 1), name=name) for name in _STATISTICS),
         _scalar("inverse_group_size"),
         _scalar("eps"),
         _scalar("weight_offset"),
