@@ -255,7 +255,7 @@ def qk_norm_rope(input, weight, rope, eps=1e-6):
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normalized = (wide * scale).to(input.dtype)
     weighted = weight * normalized
-    pairs = torch.view_as_complex(weighted.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(weighted.float().contiguous().unflatten(-1, (-1, 2)))
     rotated = pairs * rope[:, None, :]
 
     return torch.view_as_real(rotated).flatten(-2).to(input.dtype).contiguous()
@@ -268,7 +268,7 @@ def qk_norm_rope_in_float64(input, weight, rope, eps=1e-6):
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normalized = (wide * scale).to(input.dtype)
     weighted = (weight.double() * normalized.double()).to(input.dtype)
-    pairs = torch.view_as_complex(weighted.double().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(weighted.double().contiguous().unflatten(-1, (-1, 2)))
     rotated = pairs * rope[:, None, :].to(torch.complex128)
 
     return torch.view_as_real(rotated).flatten(-2).to(input.dtype)
@@ -371,7 +371,7 @@ def sum_in_order(terms, order):
     Every step is an element-wise addition of two tensors, so that no device and no
     library chooses an order of its own.
 
-    :param order: One of `ntops_ext.kernels.qk_norm_rope_pack.ORDERS`: what is added within
+    :param order: One of `ntops_ext.kernels._heads.ORDERS`: what is added within
         a lane, then whether the lanes are added by decreasing or by increasing distance.
     """
 

@@ -78,8 +78,8 @@ def test_overlap_is_exact(first, second):
 
     expected = bool(bytes_of(first) & bytes_of(second))
 
-    assert _checks.overlap(first, second) is expected
-    assert _checks.overlap(second, first) is expected
+    assert _checks.overlap("out", first, "gate", second) is expected
+    assert _checks.overlap("out", second, "gate", first) is expected
 
 
 @SETTINGS
@@ -137,7 +137,7 @@ def test_tensors_without_memory_share_none():
 
     tensor = torch.empty(4, 4, device="meta")
 
-    assert not _checks.overlap(tensor, tensor)
+    assert not _checks.overlap("out", tensor, "gate", tensor)
 
 
 def test_an_overlap_too_hard_to_tell_is_refused():
@@ -148,8 +148,10 @@ def test_an_overlap_too_hard_to_tell_is_refused():
     first = storage.as_strided((2, tokens, 1, width), (22020552, 336, width, 1))
     second = storage.as_strided((2, tokens, 1, width), (25166288, 384, width, 1), 159)
 
-    with pytest.raises(ValueError, match="too long to tell apart.*Pass a copy"):
-        _checks.overlap(first, second)
+    with pytest.raises(
+        ValueError, match="`out`.*`gate`.*too long to tell apart.*Pass a copy"
+    ):
+        _checks.overlap("out", first, "gate", second)
 
 
 @pytest.mark.parametrize("value", [10**400, float("nan"), float("inf")])

@@ -745,3 +745,13 @@ def test_a_tangent_is_refused():
             qk_norm_rope_pack_(
                 dual, heads.clone(), heads.clone(), weight, weight, rope, prefix, prefix
             )
+
+
+def test_tokens_that_overlap():
+    """Token strides are free: windows over one row of heads are read as they lie."""
+
+    windows = torch.randn(16).as_strided((2, 4, 1, 8), (1, 1, 8, 1))
+    weight, rope = torch.randn(8), torch.polar(torch.ones(4, 4), torch.randn(4, 4))
+    result = qk_norm_rope(windows, weight, rope)
+
+    assert torch.equal(result, qk_norm_rope(windows.contiguous(), weight, rope))

@@ -190,11 +190,12 @@ def check_no_self_overlap(name, tensor):
         extent += stride * (size - 1)
 
 
-def overlap(first, second):
+def overlap(first_name, first, second_name, second):
     """Whether two tensors have a byte of memory in common. Exact, not by extents.
 
     Tensors on the meta device have no memory.
 
+    :param first: The one that is written.
     :raises ValueError: If it cannot be told in reasonable time: that takes strides that
         are nearly, but not, multiples of one another.
     """
@@ -217,10 +218,10 @@ def overlap(first, second):
         )
     except np.exceptions.TooHardError:
         raise ValueError(
-            f"two tensors interleave in memory in a way that takes too long to tell apart:"
-            f" shape {tuple(first.shape)} with strides {first.stride()}, which is written,"
-            f" and shape {tuple(second.shape)} with strides {second.stride()}. Pass a copy"
-            f" of one of them."
+            f"`{first_name}`, which is written, and `{second_name}` interleave in memory in a"
+            f" way that takes too long to tell apart: they have shapes {tuple(first.shape)}"
+            f" and {tuple(second.shape)}, strides {first.stride()} and {second.stride()}."
+            f" Pass a copy of one of them."
         ) from None
 
 

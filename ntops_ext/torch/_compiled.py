@@ -1,7 +1,8 @@
-"""The operators in graphs: what `torch.compile` and `torch.export` trace in place of an eager call.
+"""The operators as PyTorch's dispatcher sees them: in graphs, and where a call is not for a kernel.
 
-Each is traced through the eager call's own checks to one custom operator, which makes the
-eager call when the graph runs. What a trace cannot see, addresses and lazy negatives, is
+Each goes through the eager call's own checks to one custom operator, which makes the eager
+call when it runs: in a graph of `torch.compile` or `torch.export`, or under a mode or a
+transform (`_launch.dispatched`). What a trace cannot see, addresses and lazy negatives, is
 checked by that call, before it writes anything.
 """
 
@@ -12,6 +13,7 @@ from ntops_ext.torch import (
     _custom_ops,
     _gated_rms_norm,
     _gated_rms_norm_backward,
+    _heads,
     _qk_norm_rope,
     _qk_norm_rope_backward,
     _qk_norm_rope_pack,
@@ -81,7 +83,7 @@ def qk_norm_rope(input, weight, rope, eps, out):
     if _is_differentiated(input, weight, rope, out):
         _qk_norm_rope.check_gradients(rope, out)
 
-    table = torch.view_as_real(rope)
+    table = _real_table(rope)
 
     if out is None:
         return _qk_norm_rope_operator(input, weight, table, eps)
@@ -125,10 +127,18 @@ def qk_norm_rope_pack_(
     if _is_differentiated(*arguments):
         raise _qk_norm_rope_pack.no_gradients()
 
-    tensors["rope"] = torch.view_as_real(rope)
+    tensors["rope"] = _real_table(rope)
     _qk_norm_rope_pack_operator(*tensors.values(), *sources.values(), eps)
 
     return q, k_out, v_out
+
+
+def _real_table(rope):
+    # Dynamo cannot trace the question; what PyTorch says of the view then tells what to do.
+    if not torch.compiler.is_compiling():
+        _heads.check_not_lazy(("rope",), (rope,))
+
+    return torch.view_as_real(rope)
 
 
 def _check_kinds(required, optional):

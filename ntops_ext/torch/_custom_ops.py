@@ -1,7 +1,8 @@
 """Operators as PyTorch's dispatcher knows them: what `torch.compile` and `torch.export` put into their graphs.
 
-Only tracing gets here. An eager call goes past the dispatcher, which costs more than a
-kernel's launch; what a custom operator does when it runs is that eager call.
+Tracing gets here, and calls under modes and transforms. An ordinary eager call goes past the
+dispatcher, which costs more than a kernel's launch; what a custom operator does when it runs is
+that eager call.
 """
 
 import torch

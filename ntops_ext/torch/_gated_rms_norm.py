@@ -443,14 +443,16 @@ def _check_memory_of_out(out):
 
 
 def _check_overlap(input, weight, gate, bias, out):
-    if not _checks.is_same_view(out, input) and _checks.overlap(out, input):
+    if not _checks.is_same_view(out, input) and _checks.overlap(
+        "out", out, "input", input
+    ):
         raise ValueError(
             "`out` shares memory with `input`, element by other element. It may be"
             " `input` itself, or must not overlap it."
         )
 
     for name, tensor in (("gate", gate), ("weight", weight), ("bias", bias)):
-        if tensor is not None and _checks.overlap(out, tensor):
+        if tensor is not None and _checks.overlap("out", out, name, tensor):
             raise ValueError(f"`out` must not share memory with `{name}`.")
 
 

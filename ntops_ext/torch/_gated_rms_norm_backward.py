@@ -118,7 +118,11 @@ def backward(
         needed, or the tensor is absent.
     :raises TypeError: If `grad_output` is not a dense tensor of one of the dtypes.
     :raises ValueError: If it is of another shape or on another device than `input`.
+    :raises NotImplementedError: If a kernel is to compute the gradients of several at once.
     """
+
+    if _launch.runs_kernel(input):
+        _launch.check_gradients_are_not_batched("gated_rms_norm", grad_output)
 
     if grad_output.is_neg():
         grad_output = grad_output.resolve_neg()

@@ -8,10 +8,10 @@ from ntops_ext.torch._rows import MAX_COLUMNS
 
 
 def check_heads(name, tensor, like_name=None, like=None):
-    """Rank, dtype and device of `(batch, tokens, heads, head_dim)`.
+    """Rank, size, dtype and device of `(batch, tokens, heads, head_dim)`.
 
     :raises TypeError: If the dtype is not one of an operator, or not that of `like`.
-    :raises ValueError: If the rank, the device or the layout of a token's heads is wrong.
+    :raises ValueError: If the rank or the device is wrong, or a token has too many elements.
     """
 
     if like is None:
@@ -161,8 +161,8 @@ def rows_of_table(rope):
 def real_view(rope):
     """The table as float32 of `(tokens, head_dim)`: cosines and sines alternate."""
 
-    if rope.shape[1] == 1:
-        # The stride of a dimension of size one says nothing, but `view` insists on it.
-        return torch.view_as_real(rope).squeeze(1)
+    if rope.shape[1] == 1 or rope.numel() == 0:
+        # Strides of dimensions of one element or none say nothing, but `view` insists on them.
+        return torch.view_as_real(rope).flatten(1)
 
     return rope.view(torch.float32)

@@ -55,7 +55,8 @@ def dispatched(name, tensors, writes):
     :param name: The operator's.
     :param tensors: Those of the call, the one that says where it runs first.
     :param writes: Whether one of them is written.
-    :raises NotImplementedError: If `torch.func` differentiates the call.
+    :raises NotImplementedError: If `torch.func` differentiates the call, or makes one call after
+        another of one that writes.
     """
 
     # Private names for what has no public ones.
@@ -83,10 +84,40 @@ def dispatched(name, tensors, writes):
             f" torch.autograd, or the definition in `ntops_ext.reference`, which has them."
         )
 
+    if is_transformed and writes:
+        for tensor in tensors:
+            if _is_batched(tensor):
+                raise NotImplementedError(
+                    f"`{name}` cannot write under torch.func.vmap: leave out what it is to"
+                    f" write, or loop over the calls."
+                )
+
     # Imported here, because it is made of the modules that call this function.
     from ntops_ext.torch import _compiled
 
     return getattr(_compiled, name)
+
+
+def check_gradients_are_not_batched(name, grad_output):
+    """Refuse several gradients at once, whose memory no kernel can be given.
+
+    :raises NotImplementedError: If `grad_output` stands for several.
+    """
+
+    if _is_batched(grad_output):
+        raise NotImplementedError(
+            f"the gradients of `{name}` are computed one at a time: leave out"
+            f" `is_grads_batched=True` or `vectorize=True`, or differentiate the definition in"
+            f" `ntops_ext.reference`."
+        )
+
+
+def _is_batched(tensor):
+    functorch = torch._C._functorch
+
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
 
 
 def _has_dispatch_of_its_own(tensors):

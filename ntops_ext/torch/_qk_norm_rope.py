@@ -253,7 +253,7 @@ def _check_aliases(input, weight, rope, out):
     """:raises ValueError: If `out` is not `input` itself and shares memory with it."""
 
     for name, tensor in (("input", input), ("weight", weight), ("rope", rope)):
-        if _checks.overlap(out, tensor) and not (
+        if _checks.overlap("out", out, name, tensor) and not (
             tensor is input and _checks.is_same_view(out, input)
         ):
             raise ValueError(

@@ -8,7 +8,11 @@ from ntops_ext import configs
 from ntops_ext._handles import import_kernels, make_handle
 from ntops_ext.torch import _checks, _heads, _layouts, _partial_sums, _rows
 from ntops_ext.torch._chunks import MAX_OFFSET, plan_chunks
-from ntops_ext.torch._launch import launch, runs_kernel
+from ntops_ext.torch._launch import (
+    check_gradients_are_not_batched,
+    launch,
+    runs_kernel,
+)
 
 _NAMES = ("grad_output", "input", "weight", "rope")
 
@@ -48,12 +52,16 @@ def backward(grad_output, input, weight, rope, eps, needs_input_grad):
     :return: The gradient of `input`, contiguous, and that of `weight`, `(head_dim,)`; None
         where it is not needed.
     :raises TypeError, ValueError: As `qk_norm_rope` does.
+    :raises NotImplementedError: If a kernel is to compute the gradients of several at once.
     """
 
     of_input, of_weight = needs_input_grad[:2]
 
     if not (of_input or of_weight):
         return None, None
+
+    if runs_kernel(input):
+        check_gradients_are_not_batched("qk_norm_rope", grad_output)
 
     if isinstance(grad_output, torch.Tensor):
         grad_output = grad_output.resolve_neg()

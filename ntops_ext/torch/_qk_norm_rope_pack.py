@@ -302,7 +302,9 @@ def _check_aliases(layout, arguments):
         for name in (*_WRITTEN[position + 1 :], *_NAMES[len(_WRITTEN) :]):
             tensor = named[name]
 
-            if tensor is None or not _checks.overlap(written, tensor):
+            if tensor is None or not _checks.overlap(
+                written_name, written, name, tensor
+            ):
                 continue
 
             rows = own_rows.get((written_name, name))

@@ -184,3 +184,46 @@ def test_vmap(name):
     expected = torch.stack([function(input, weight, *others) for input in inputs])
 
     assert torch.equal(result, expected)
+
+
+def test_vmap_of_what_writes_is_refused():
+    """By name, before anything is written: PyTorch has no rule for it."""
+
+    inputs, outs = torch.randn(3, 2, 8), torch.full((3, 2, 8), 7.5)
+
+    with pytest.raises(NotImplementedError, match="`gated_rms_norm` cannot write"):
+        torch.func.vmap(lambda input, out: gated_rms_norm(input, out=out))(inputs, outs)
+
+    heads, empty = torch.randn(3, 1, 2, 1, 8), torch.empty(3, 1, 0, 1, 8)
+    weight, rope = torch.ones(8), torch.ones(2, 4, dtype=torch.complex64)
+
+    with pytest.raises(NotImplementedError, match="`qk_norm_rope_pack_` cannot write"):
+        torch.func.vmap(
+            lambda q, prefix: qk_norm_rope_pack_(
+                q, q.clone(), q.clone(), weight, weight, rope, prefix, prefix
+            )
+        )(heads, empty)
+
+    assert (outs == 7.5).all()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_batched_gradients_are_refused(name):
+    """One at a time they are computed; several at once have no memory of their own."""
+
+    function, input, weight, others = call(name)
+    input.requires_grad_()
+    output = function(input, weight, *others)
+    gradients = torch.ones(2, *output.shape)
+
+    with pytest.raises(NotImplementedError, match=f"`{name}` are computed one at a"):
+        torch.autograd.grad(output, input, gradients, is_grads_batched=True)
+
+
+def test_a_conjugated_table_is_named():
+    """Also where the call is a custom operator."""
+
+    table = torch.ones(2, 4, dtype=torch.complex64).conj()
+
+    with Seen(), pytest.raises(ValueError, match="`rope`.*resolve_conj"):
+        qk_norm_rope(torch.randn(1, 2, 1, 8), torch.ones(8), table)

@@ -534,6 +534,18 @@ def test_one_launch_whatever_the_mode(monkeypatch):
     assert not launches
 
 
+def test_an_empty_table_of_any_stride():
+    """Prefixes are copied, and no view of what is not there is asked for."""
+
+    inputs = make_pack(**{**SMALL, "prefix": 1, "tokens": 0}, dtype=torch.float32)
+    inputs.rope = torch.empty(0, 2 * inputs.rope.shape[1], dtype=torch.complex64)[
+        :, ::2
+    ]
+    qk_norm_rope_pack_(*inputs.arguments())
+
+    assert_equal_bits([inputs.k_out, inputs.v_out], [inputs.k_prefix, inputs.v_prefix])
+
+
 def test_special_values():
     """Signs of zero, subnormals, infinities, NaN: each head for itself (X5, X11, X12)."""
 
