@@ -1,6 +1,7 @@
 """The options that the scripts have in common, read before anything imports Triton."""
 
 import argparse
+import fnmatch
 import os
 import pathlib
 import sys
@@ -46,6 +47,32 @@ def parse(parser, arguments, *, interpret=True):
         os.environ["TRITON_INTERPRET"] = "1"
 
     return options
+
+
+def choose_cases(parser, options, cases):
+    """The cases that a pattern of `options.cases` matches, all where it is None.
+
+    :param cases: Pairs of a name and a case, as `options.device` and `options.quick` leave them.
+    """
+
+    if options.cases is None:
+        return [case for _, case in cases]
+
+    for pattern in options.cases:
+        if not any(matches(name, [pattern]) for name, _ in cases):
+            parser.error(
+                f"--cases: no case is named {pattern}; with --device {options.device}"
+                f"{' --quick' * options.quick} there are"
+                f" {', '.join(name for name, _ in cases)}"
+            )
+
+    return [case for name, case in cases if matches(name, options.cases)]
+
+
+def matches(name, patterns):
+    """Whether one of the patterns is of this name."""
+
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def parse_host_options(parser, arguments):
