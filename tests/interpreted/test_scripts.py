@@ -84,6 +84,15 @@ def test_a_case_that_is_not_in_the_selection(
     assert case in message.partition("there are")[2]
 
 
+def test_a_group_size_that_is_not_swept(capsys, monkeypatch):
+    """It is named, with those that are."""
+
+    arguments = ["--group-sizes", "16", "4000"]
+    message = refused("sweep_gated_rms_norm", capsys, monkeypatch, *arguments)
+
+    assert "--group-sizes: 4000 not among 16" in message
+
+
 @pytest.mark.parametrize(
     "script, case, verdict",
     [
