@@ -38,8 +38,8 @@ def parse(parser, arguments, *, interpret=True):
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
+    if options.device == "cuda":
+        require_gpu(parser, "--device cuda")
 
     if options.device == "cpu" and interpret:
         is_too_late = "triton" in sys.modules
@@ -47,6 +47,13 @@ def parse(parser, arguments, *, interpret=True):
         os.environ["TRITON_INTERPRET"] = "1"
 
     return options
+
+
+def require_gpu(parser, argument):
+    """End with a message where there is no GPU for what an argument asks for."""
+
+    if not torch.cuda.is_available():
+        parser.error(f"{argument}: PyTorch finds no CUDA or ROCm device here")
 
 
 def choose_cases(parser, options, cases):
