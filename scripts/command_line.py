@@ -9,11 +9,19 @@ import sys
 import torch
 
 
-def make_parser(documentation):
-    """A parser with `--device`, `--quick` and `--output`, described by a script's docstring."""
+def make_smoke_parser(documentation):
+    """A parser with `--device` alone, described by a script's docstring."""
 
     parser = argparse.ArgumentParser(description=documentation.partition("\n\n")[0])
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+
+    return parser
+
+
+def make_parser(documentation):
+    """The same with `--quick` and `--output`."""
+
+    parser = make_smoke_parser(documentation)
     parser.add_argument(
         "--quick",
         action="store_true",
