@@ -197,6 +197,7 @@ def test_a_first_tuning_inside_a_capture_does_what_the_twin_does():
             ],
             capture_output=True,
             text=True,
+            check=True,
             cwd=os.path.dirname(os.path.dirname(__file__)),
         ).stdout
         for planned in (False, True)
