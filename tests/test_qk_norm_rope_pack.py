@@ -595,7 +595,7 @@ def test_a_warm_out_is_checked_for_its_address():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    """Many layouts and many addresses are all checked, and not all kept."""
+    """Many layouts are all checked, and not all kept."""
 
     monkeypatch.setattr(_layouts, "_MAX_REMEMBERED", 4)
     _qk_norm_rope_pack.layouts.clear()
@@ -606,12 +606,6 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
         assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
         assert len(_qk_norm_rope_pack.layouts._kept) <= 4
-
-    _qk_norm_rope_pack.layouts.clear()
-    kept = [make_pack(tokens=1, head_dim=2) for _ in range(12)]
-
-    for inputs in kept:
-        qk_norm_rope_pack_(*inputs.arguments())
 
     _qk_norm_rope_pack.layouts.clear()
 
