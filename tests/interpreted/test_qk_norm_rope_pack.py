@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from fused_multiply_add import fused_multiply_add
 from huge_storage import reserve
 from qk_norm_rope_behaviour import *  # noqa: F403
 from rope_inputs import assert_equal_bits, make_pack, make_rope
@@ -38,22 +39,6 @@ rounds_fma_once = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 needs_fma = pytest.mark.skipif(
     not rounds_fma_once, reason="this Triton's interpreter rounds an fma twice"
 )
-
-
-def fused_multiply_add(first, second, third):
-    """`first * second + third` of float32 arrays, rounded once, by rounding to odd."""
-
-    product = first.astype(np.float64) * second.astype(np.float64)
-    third = third.astype(np.float64)
-    total = product + third
-    virtual = total - product
-    error = (product - (total - virtual)) + (third - virtual)
-    is_even = (total.view(np.int64) & 1) == 0
-    towards = np.where(error > 0, np.inf, -np.inf)
-
-    return np.where((error != 0) & is_even, np.nextafter(total, towards), total).astype(
-        np.float32
-    )
 
 
 def add_rows(squares, order):
