@@ -8,12 +8,12 @@ import pytest
 import torch
 from gpu_events import gpu_events
 from qk_norm_rope_behaviour import *  # noqa: F403
+from qk_norm_rope_behaviour import forget_layouts
 from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
 
-from ntops_ext import configs, reference
+from ntops_ext import reference
 from ntops_ext.torch import (
     _qk_norm_rope,
-    _qk_norm_rope_pack,
     eager_rounding,
     qk_norm_rope,
     qk_norm_rope_pack_,
@@ -34,29 +34,6 @@ def device():
 def no_grad():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def launch_as(monkeypatch):
-    """Let the operators launch with a named choice."""
-
-    def choose(heads_per_program, kv_heads_per_program, num_warps):
-        config = configs.QKNormRopeConfig(
-            heads_per_program=heads_per_program,
-            kv_heads_per_program=kv_heads_per_program,
-            num_warps=num_warps,
-        )
-        monkeypatch.setattr(configs, "qk_norm_rope_config", lambda **_: config)
-        forget_layouts()
-
-    yield choose
-
-    forget_layouts()
-
-
-def forget_layouts():
-    _qk_norm_rope.layouts.clear()
-    _qk_norm_rope_pack.layouts.clear()
 
 
 def check_pack(inputs):

@@ -14,9 +14,10 @@ import triton
 from fused_multiply_add import fused_multiply_add
 from huge_storage import reserve
 from qk_norm_rope_behaviour import *  # noqa: F403
+from qk_norm_rope_behaviour import forget_layouts
 from rope_inputs import assert_equal_bits, make_pack, make_rope
 
-from ntops_ext import configs, reference
+from ntops_ext import reference
 from ntops_ext.torch import _chunks as chunks_module
 from ntops_ext.torch import (
     _eager,
@@ -137,29 +138,6 @@ def round_as(monkeypatch):
     yield choose
 
     forget_layouts()
-
-
-@pytest.fixture
-def launch_as(monkeypatch):
-    """Let the operators launch with a named choice."""
-
-    def choose(heads_per_program, kv_heads_per_program, num_warps=1):
-        config = configs.QKNormRopeConfig(
-            heads_per_program=heads_per_program,
-            kv_heads_per_program=kv_heads_per_program,
-            num_warps=num_warps,
-        )
-        monkeypatch.setattr(configs, "qk_norm_rope_config", lambda **_: config)
-        forget_layouts()
-
-    yield choose
-
-    forget_layouts()
-
-
-def forget_layouts():
-    _qk_norm_rope.layouts.clear()
-    _qk_norm_rope_pack.layouts.clear()
 
 
 def expected_pack(inputs, **rounding):
