@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
+from comparison import assert_all_equal_bits, assert_equal_bits, bits
 from gpu_events import gpu_events
 from qk_norm_rope_behaviour import *  # noqa: F403
 from qk_norm_rope_behaviour import forget_layouts
-from rope_inputs import assert_equal_bits, bits, make_pack, make_rope
+from rope_inputs import make_pack, make_rope
 
 from ntops_ext import reference
 from ntops_ext.torch import (
@@ -52,7 +53,7 @@ def check_results(actual, expected):
     rounding = eager_rounding(dtype, head_dim, expected[0].device)
 
     if rounding.is_reproduced:
-        assert_equal_bits(actual, expected)
+        assert_all_equal_bits(actual, expected)
 
         return
 
@@ -106,7 +107,7 @@ def test_ten_million_elements_have_every_bit_of_eager(dtype, head_dim):
     arguments = (inputs.q, inputs.q_weight, inputs.rope)
 
     assert inputs.q.numel() > 8_000_000
-    assert_equal_bits([qk_norm_rope(*arguments)], [reference.qk_norm_rope(*arguments)])
+    assert_equal_bits(qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments))
 
 
 SHAPES = [
@@ -174,7 +175,7 @@ def test_cancelling_parts_have_every_bit_of_eager(part):
     heads = inputs.q.expand(-1, -1, 8, -1).contiguous()
     expected = reference.qk_norm_rope(heads, inputs.q_weight, rope)
 
-    assert_equal_bits([qk_norm_rope(heads, inputs.q_weight, rope)], [expected])
+    assert_equal_bits(qk_norm_rope(heads, inputs.q_weight, rope), expected)
 
 
 def test_special_rows_have_every_bit_of_eager():
@@ -234,7 +235,7 @@ def test_packed_views_are_written_in_place():
     qk_norm_rope_pack_(*views, *others)
 
     check_results(views, expected)
-    assert_equal_bits([buffer[:, :5, 0]], [old[:, :5, 0]])
+    assert_equal_bits(buffer[:, :5, 0], old[:, :5, 0])
 
 
 def test_kept_prefixes_are_kept():
@@ -266,12 +267,12 @@ def test_parts_of_a_sequence_equal_the_whole():
     for tokens in ([0, 3, 4, 7], [1, 2, 5, 6], [63], list(range(63, -1, -1))):
         part = qk_norm_rope(heads[:, tokens], weight, rope[tokens])
 
-        assert_equal_bits([part], [whole[:, tokens]])
+        assert_equal_bits(part, whole[:, tokens])
 
     for head in range(8):
         alone = qk_norm_rope(heads[:, :, head : head + 1].contiguous(), weight, rope)
 
-        assert_equal_bits([alone], [whole[:, :, head : head + 1]])
+        assert_equal_bits(alone, whole[:, :, head : head + 1])
 
 
 def test_long_sequences_do_not_lose_positions():
@@ -302,7 +303,7 @@ def test_launch_choices_change_no_bit(launch_as, heads_per_program, num_warps):
     launch_as(heads_per_program, max(heads_per_program // 4, 1), num_warps)
     qk_norm_rope_pack_(*actual.arguments())
 
-    assert_equal_bits(actual.written(), expected.written())
+    assert_all_equal_bits(actual.written(), expected.written())
 
 
 def test_no_race(launch_as):
@@ -420,7 +421,7 @@ def test_mixed_devices_are_refused():
         with pytest.raises(ValueError, match=f"`{name}`.*cuda.*cpu"):
             qk_norm_rope_pack_(*arguments)
 
-    assert_equal_bits(inputs.written(), old)
+    assert_all_equal_bits(inputs.written(), old)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -526,7 +527,7 @@ def test_tokens_past_the_32_bit_offsets():
     ]
 
     check_results(actual, expected)
-    assert_equal_bits(
+    assert_all_equal_bits(
         [inputs.k_out[:, :2], inputs.v_out[:, :2]], [inputs.k_prefix, inputs.v_prefix]
     )
 
