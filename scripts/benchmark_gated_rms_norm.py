@@ -14,12 +14,11 @@ On a CPU the kernel runs in Triton's interpreter on tiny cases, and times mean n
 """
 
 import dataclasses
-import fnmatch
 import sys
 
 import results
 import torch
-from command_line import make_parser, parse, progress
+from command_line import choose_cases, make_parser, matches, parse, progress
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import CASES, Case
 from gated_rms_norm_peers import find_peers
@@ -106,11 +105,7 @@ def main(arguments):
         "--peers", nargs="*", metavar="PATTERN", help="as `fla*`; none if empty"
     )
     options = parse(parser, arguments)
-    runs = choose_runs(options)
-
-    if not runs:
-        parser.error("--cases: no case has such a name")
-
+    runs = choose_cases(parser, options, named_runs(options))
     environment = describe_environment()
     print_environment(environment)
     peers, missing = find_peers(options.device)
@@ -120,7 +115,7 @@ def main(arguments):
 
     if options.peers is not None:
         peers = {
-            name: peer for name, peer in peers.items() if _matches(name, options.peers)
+            name: peer for name, peer in peers.items() if matches(name, options.peers)
         }
 
     records = results.write(
@@ -136,8 +131,8 @@ def main(arguments):
     return 0
 
 
-def choose_runs(options):
-    """Pairs of a case and a number of tokens."""
+def named_runs(options):
+    """Names, each with its case and number of tokens."""
 
     runs = TINY if options.device == "cpu" else DENSE + STRIDED
 
@@ -150,15 +145,10 @@ def choose_runs(options):
         ]
 
     return [
-        (case, num_tokens)
+        (f"{case.name}-{num_tokens}", (case, num_tokens))
         for case, num_tokens, is_quick in runs
-        if (is_quick or not options.quick)
-        and _matches(f"{case.name}-{num_tokens}", options.cases or ["*"])
+        if is_quick or not options.quick
     ]
-
-
-def _matches(name, patterns):
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def measure(case, num_tokens, peers, missing_peers, options):

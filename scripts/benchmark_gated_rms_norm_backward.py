@@ -12,13 +12,12 @@ written); and the backward passes of the peers that are installed, on a graph th
 On a CPU the kernels run in Triton's interpreter on a tiny case, and times mean nothing.
 """
 
-import fnmatch
 import statistics
 import sys
 
 import results
 import torch
-from command_line import make_parser, parse, progress
+from command_line import choose_cases, make_parser, parse, progress
 from environment import describe_environment, print_environment
 from gated_rms_norm_cases import Case
 from gated_rms_norm_peers import find_peers
@@ -73,19 +72,12 @@ def main(arguments):
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="as `8192-*`")
     options = parse(parser, arguments)
-    runs = [
-        (case, rows)
+    named_runs = [
+        (f"{case.name}-{rows}", (case, rows))
         for case, rows, is_quick in (TINY if options.device == "cpu" else CASES)
-        if (is_quick or not options.quick)
-        and any(
-            fnmatch.fnmatchcase(f"{case.name}-{rows}", pattern)
-            for pattern in options.cases or ["*"]
-        )
+        if is_quick or not options.quick
     ]
-
-    if not runs:
-        parser.error("--cases: no case has such a name")
-
+    runs = choose_cases(parser, options, named_runs)
     environment = describe_environment()
     print_environment(environment)
     peers, missing = find_peers(options.device)

@@ -15,13 +15,12 @@ On a CPU the kernel runs in Triton's interpreter on tiny cases, and times mean n
 
 import contextlib
 import dataclasses
-import fnmatch
 import sys
 
 import cuda_scheme
 import results
 import torch
-from command_line import make_parser, parse, progress
+from command_line import choose_cases, make_parser, parse, progress
 from environment import describe_environment, print_environment
 from run_rope_pack_smoke import MAX_ERROR, Case, make_inputs
 from timing import NOT_MEANINGFUL, all_times
@@ -80,16 +79,15 @@ def main(arguments):
     parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="as `width_*`")
     options = parse(parser, arguments)
     quick = QUICK if options.device == "cuda" else QUICK_ON_CPU
-    cases = [
-        case if options.device == "cuda" else dataclasses.replace(case, **TINY)
+    named_cases = [
+        (
+            case.name,
+            case if options.device == "cuda" else dataclasses.replace(case, **TINY),
+        )
         for case in CASES
-        if (not options.quick or case.name in quick)
-        and any(fnmatch.fnmatchcase(case.name, it) for it in options.cases or ["*"])
+        if not options.quick or case.name in quick
     ]
-
-    if not cases:
-        parser.error("--cases: no case has such a name")
-
+    cases = choose_cases(parser, options, named_cases)
     environment = describe_environment()
     print_environment(environment)
     runs = [(case, None) for case in cases]

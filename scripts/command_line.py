@@ -1,6 +1,7 @@
 """The options that the scripts have in common, read before anything imports Triton."""
 
 import argparse
+import fnmatch
 import os
 import pathlib
 import sys
@@ -8,11 +9,19 @@ import sys
 import torch
 
 
-def make_parser(documentation):
-    """A parser with `--device`, `--quick` and `--output`, described by a script's docstring."""
+def make_smoke_parser(documentation):
+    """A parser with `--device` alone, described by a script's docstring."""
 
     parser = argparse.ArgumentParser(description=documentation.partition("\n\n")[0])
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+
+    return parser
+
+
+def make_parser(documentation):
+    """The same with `--quick` and `--output`."""
+
+    parser = make_smoke_parser(documentation)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -37,8 +46,8 @@ def parse(parser, arguments, *, interpret=True):
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
+    if options.device == "cuda":
+        require_gpu(parser, "--device cuda")
 
     if options.device == "cpu" and interpret:
         is_too_late = "triton" in sys.modules
@@ -46,6 +55,39 @@ def parse(parser, arguments, *, interpret=True):
         os.environ["TRITON_INTERPRET"] = "1"
 
     return options
+
+
+def require_gpu(parser, argument):
+    """End with a message where there is no GPU for what an argument asks for."""
+
+    if not torch.cuda.is_available():
+        parser.error(f"{argument}: PyTorch finds no CUDA or ROCm device here")
+
+
+def choose_cases(parser, options, cases):
+    """The cases that a pattern of `options.cases` matches, all where it is None.
+
+    :param cases: Pairs of a name and a case, as `options.device` and `options.quick` leave them.
+    """
+
+    if options.cases is None:
+        return [case for _, case in cases]
+
+    for pattern in options.cases:
+        if not any(matches(name, [pattern]) for name, _ in cases):
+            parser.error(
+                f"--cases: no case is named {pattern}; with --device {options.device}"
+                f"{' --quick' * options.quick} there are"
+                f" {', '.join(name for name, _ in cases)}"
+            )
+
+    return [case for name, case in cases if matches(name, options.cases)]
+
+
+def matches(name, patterns):
+    """Whether one of the patterns is of this name."""
+
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def parse_host_options(parser, arguments):

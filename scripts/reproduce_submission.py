@@ -5,8 +5,7 @@
 The protocol is that of the submission this project grew from: four named cases, correctness
 against the PyTorch reference first, then wall time of the whole forward, before and after the
 patch in separate processes with separate caches, after a warm-up, the median of rounds. Its
-official cases were never published: these four are our own choice, and its figures (2.00 and
-1.97 times) come from other machines and other kernels.
+official cases were never published: these four are our own choice.
 
 What is compared. *Before*: the kernel as any user of NineToothed or ntops calls it, the output
 allocated and the handle called, with nothing checked and no plan (`NINETOOTHED_PATCHES=0`).
@@ -22,6 +21,7 @@ kernel itself takes longest, which no plan can change.
 On a CPU kernels run in Triton's interpreter, without plans, and times mean nothing.
 """
 
+import argparse
 import dataclasses
 import json
 import statistics
@@ -59,7 +59,7 @@ NAMES = (*GATED_NORM, *PACK)
 def main(arguments):
     parser = make_parser(__doc__)
     # What this script starts itself with.
-    parser.add_argument("--way", choices=("before", "after"), help="in this process")
+    parser.add_argument("--way", choices=("before", "after"), help=argparse.SUPPRESS)
     options = parse(parser, arguments)
 
     if options.way:

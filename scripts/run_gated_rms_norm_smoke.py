@@ -10,11 +10,12 @@ float32, may make of the exact result: 1.00 is the limit. The exit status is 1 i
 fails.
 """
 
-import argparse
-import os
 import sys
 
 import torch
+from command_line import make_smoke_parser, parse, progress
+from environment import describe_environment, print_environment
+from gated_rms_norm_cases import CASES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -23,25 +24,10 @@ TOKENS = {"cuda": (1, 33, 4096), "cpu": (2,)}
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser = make_smoke_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these cases")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     device = options.device
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
-
-    if device == "cpu":
-        # Triton reads it when it is imported, which has not happened yet.
-        os.environ["TRITON_INTERPRET"] = "1"
-
-    from environment import describe_environment, print_environment
-    from gated_rms_norm_cases import CASES
-
     names = [case.name for case in CASES]
     unknown = sorted(set(options.cases or ()) - set(names))
 
@@ -57,7 +43,9 @@ def main(arguments):
         for dtype in (DTYPES if device == "cuda" else _one_dtype(case))
     ]
 
-    num_failures = sum(not run(*arguments, device) for arguments in _progress(runs))
+    num_failures = sum(
+        not run(*arguments, device) for arguments in progress(runs, "case")
+    )
     print(f"{len(runs) - num_failures} passed, {num_failures} failed")
 
     return int(num_failures > 0)
@@ -102,19 +90,6 @@ def _one_dtype(case):
     names = list(DTYPES)
 
     return (names[len(case.name) % len(names)],)
-
-
-def _progress(runs):
-    # The lines themselves show progress where nobody looks on, or without tqdm.
-    if not sys.stderr.isatty():
-        return runs
-
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return runs
-
-    return tqdm(runs, unit="case", file=sys.stderr)
 
 
 if __name__ == "__main__":

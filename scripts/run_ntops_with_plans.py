@@ -19,6 +19,8 @@ import sys
 import tempfile
 import xml.etree.ElementTree
 
+from command_line import require_gpu
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PROGRAM = """\
@@ -225,7 +227,7 @@ def measure(folder, output):
     return 0
 
 
-def main():
+def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["times", "tests"])
     parser.add_argument("folder", type=pathlib.Path, help="a checkout of ntops")
@@ -238,8 +240,13 @@ def main():
     )
     parser.add_argument("--timeout", type=float, default=600, help="seconds a process")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     folder = options.folder.resolve()
+
+    if not (folder / "src" / "ntops").is_dir():
+        parser.error(f"folder: {folder} is no checkout of ntops, it has no src/ntops")
+
+    require_gpu(parser, options.what)
 
     if options.what == "tests":
         return int(run_tests(folder, options) > 0)
@@ -248,4 +255,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,13 +8,12 @@ kernels run in Triton's interpreter on small shapes, within one rounding at each
 three points where the chain rounds. The exit status is 1 if a case fails.
 """
 
-import argparse
 import dataclasses
-import os
 import sys
 import traceback
 
 import torch
+from command_line import make_smoke_parser, parse
 from environment import describe_environment, print_environment
 
 # Units in the last place: one at each of the three roundings to the dtype. Float32 sums
@@ -66,26 +65,16 @@ SMALL = {"tokens": 3, "prefix": 2, "heads": 6}
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--cases", nargs="+", metavar="NAME")
-    options = parser.parse_args(arguments)
+    parser = make_smoke_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these cases")
+    options = parse(parser, arguments)
+    device = options.device
     known = [case.name for case in CASES]
 
     if unknown := set(options.cases or ()) - set(known):
-        parser.error(f"unknown cases {sorted(unknown)}; known are {', '.join(known)}")
-
-    device = options.device
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA or ROCm device here")
-
-    if device == "cpu":
-        # Triton reads it when it is imported, which has not happened yet.
-        os.environ["TRITON_INTERPRET"] = "1"
+        parser.error(
+            f"--cases: {', '.join(sorted(unknown))} not among {', '.join(known)}"
+        )
 
     print_environment(describe_environment())
     num_failed = 0

@@ -285,7 +285,7 @@ def norm_calls(device):
         yield make_call(2, 3, 96, dtype=torch.float16, mode=mode, device=device).run
         yield make_call(7, 128, mode=mode, weight=False, device=device).run
         # Groups in pieces: held, and read twice.
-        yield make_call(3, 1536, mode=mode, device=device).run
+        yield make_call(3, 1280, mode=mode, device=device).run
         yield make_call(2, 20000, mode=mode, device=device).run
 
     # As many rows as take a kernel that reads weight and bias after the sum.

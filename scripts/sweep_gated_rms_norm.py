@@ -1,6 +1,7 @@
 """Time every launch choice of gated RMSNorm, to choose those of `ntops_ext.configs` by.
 
-    python scripts/sweep_gated_rms_norm.py [--device cuda|cpu] [--quick] --output FILE.jsonl
+    python scripts/sweep_gated_rms_norm.py [--device cuda|cpu] [--quick] [--group-sizes D...]
+        --output FILE.jsonl
 
 For each group size, rows a program, warps, order of loads and held pieces: device time beside
 `torch.add` on the same bytes, with the L2 cache cleared for many rows, and 20 launches back
@@ -58,17 +59,15 @@ TINY = (16, 1, 2, True)
 
 def main(arguments):
     parser = make_parser(__doc__)
-    parser.add_argument("--group-sizes", nargs="+", type=int, help="only these")
+    parser.add_argument(
+        "--group-sizes", nargs="+", type=int, metavar="D", help="only these"
+    )
     options = parse(parser, arguments)
+    shapes = choose_shapes(parser, options)
     environment = describe_environment()
     print_environment(environment)
-    shapes = QUICK if options.quick else MANY_GROUPS + FEW_GROUPS
-
-    if options.group_sizes:
-        shapes = [shape for shape in shapes if shape[0] in options.group_sizes]
 
     if options.device == "cpu":
-        shapes = (TINY,)
         print(NOT_MEANINGFUL)
     else:
         jobs = [(shape, choice) for shape in shapes for choice in choices(shape[0])]
@@ -81,6 +80,29 @@ def main(arguments):
     )
 
     return 0
+
+
+def choose_shapes(parser, options):
+    """Those of the group sizes that were asked for."""
+
+    shapes = QUICK if options.quick else MANY_GROUPS + FEW_GROUPS
+
+    if options.device == "cpu":
+        shapes = (TINY,)
+
+    if options.group_sizes is None:
+        return shapes
+
+    known = {group_size for group_size, *_ in shapes}
+    unknown = set(options.group_sizes) - known
+
+    if unknown:
+        parser.error(
+            f"--group-sizes: {', '.join(map(str, sorted(unknown)))} not among"
+            f" {', '.join(map(str, sorted(known)))}"
+        )
+
+    return [shape for shape in shapes if shape[0] in options.group_sizes]
 
 
 def choices(group_size):

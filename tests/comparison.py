@@ -29,18 +29,27 @@ def bits(tensor):
     return tensor.detach().contiguous().view(_BITS[tensor.dtype])
 
 
-def assert_equal_bits(actual, expected):
+def assert_equal_bits(actual, expected, name="the tensor"):
     """Require the same shape, dtype, and bits."""
 
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
 
     differ = bits(actual) != bits(expected)
 
     assert not differ.any(), (
-        f"{int(differ.sum())} of {differ.numel()} elements differ in their bits; the first at"
+        f"{int(differ.sum())} of {differ.numel()} elements of {name} differ in their bits; the first at"
         f" {tuple(differ.nonzero()[0].tolist())}: {actual[differ][0]!r} is not"
         f" {expected[differ][0]!r}."
     )
+
+
+def assert_all_equal_bits(actual, expected):
+    """The same of as many tensors, in their order."""
+
+    assert len(actual) == len(expected)
+
+    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_equal_bits(one, other, f"tensor {position}")
 
 
 def assert_rounded_once(actual, exact, arithmetic_error, *, truncated=False):

@@ -4,6 +4,7 @@ Tests marked `slow` (tens of gigabytes, or minutes) run only where `-m` names th
 """
 
 import os
+import pathlib
 
 import hypothesis
 import pytest
@@ -11,11 +12,13 @@ import torch
 
 from ninetoothed_patches import host_driver
 
+# pytest shows the values of a failed `assert` in test modules. In what they import, where told.
 pytest.register_assert_rewrite(
-    "comparison",
-    "gated_rms_norm_behaviour",
-    "gated_rms_norm_calls",
-    "gated_rms_norm_kernel_behaviour",
+    *(
+        path.stem
+        for path in pathlib.Path(__file__).parent.glob("*.py")
+        if path.stem != "conftest" and not path.stem.startswith("test_")
+    )
 )
 
 # The same examples on each run, and no failure because the machine is busy.
@@ -38,7 +41,6 @@ else:
 
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
-        import pathlib
         import tempfile
 
         import ninetoothed.generation

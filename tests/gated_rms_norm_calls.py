@@ -81,7 +81,7 @@ class Call:
     def exact(self):
         """The result in float64, and how far a float32 computation may be from it.
 
-        numerics: a float32 chain without a bias is within 4.5 x 2^-24 of the result, one with a bias within as much
+        A float32 chain without a bias is within 4.5 x 2^-24 of the result, one with a bias within as much
         of the two terms' magnitudes, as they may cancel. 16 leaves room for another order of additions.
         """
 

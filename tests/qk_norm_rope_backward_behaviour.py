@@ -5,7 +5,8 @@ A test module imports these tests and defines the fixture `device`.
 
 import pytest
 import torch
-from rope_inputs import assert_equal_bits, make_rope
+from comparison import assert_all_equal_bits, assert_equal_bits
+from rope_inputs import make_rope
 
 from ntops_ext import configs, reference
 from ntops_ext.torch import (
@@ -114,16 +115,20 @@ def test_autograd_gives_them(device):
 
     (output + input).backward(grad_output)
 
-    assert_equal_bits([input.grad], [expected[0] + grad_output])
-    assert_equal_bits([weight.grad], [expected[1]])
+    assert_equal_bits(input.grad, expected[0] + grad_output)
+    assert_equal_bits(weight.grad, expected[1])
 
     output = qk_norm_rope(input.detach(), weight, rope)
 
-    assert_equal_bits(torch.autograd.grad(output, weight, grad_output), [expected[1]])
+    assert_all_equal_bits(
+        torch.autograd.grad(output, weight, grad_output), [expected[1]]
+    )
 
     output = qk_norm_rope(input, weight.detach(), rope)
 
-    assert_equal_bits(torch.autograd.grad(output, input, grad_output), [expected[0]])
+    assert_all_equal_bits(
+        torch.autograd.grad(output, input, grad_output), [expected[0]]
+    )
 
 
 def test_each_alone_has_the_bits_of_both(device):
@@ -144,7 +149,7 @@ def test_each_alone_has_the_bits_of_both(device):
     none, of_weight = backward(arguments, 0.0, needs=(False, True))
 
     assert none is None
-    assert_equal_bits((of_input, of_weight), both)
+    assert_all_equal_bits((of_input, of_weight), both)
 
 
 def test_strides_change_no_bit(device):
@@ -160,8 +165,8 @@ def test_strides_change_no_bit(device):
     by_tokens = input.transpose(0, 1).contiguous().transpose(0, 1)
     apart = torch.empty(16, 3, device=device)[:, 1].copy_(weight)
 
-    assert_equal_bits(backward((grad_output, padded, apart, rope)), expected)
-    assert_equal_bits(backward((grad_output, by_tokens, weight, rope)), expected)
+    assert_all_equal_bits(backward((grad_output, padded, apart, rope)), expected)
+    assert_all_equal_bits(backward((grad_output, by_tokens, weight, rope)), expected)
 
     grad_output = make_arguments(device, batch=2, tokens=3, seed=1)[0]
     expected = backward((grad_output, input, weight, rope))
@@ -170,7 +175,7 @@ def test_strides_change_no_bit(device):
         inverse = sorted(range(4), key=order.__getitem__)
         transposed = grad_output.permute(order).contiguous().permute(inverse)
 
-        assert_equal_bits(backward((transposed, input, weight, rope)), expected)
+        assert_all_equal_bits(backward((transposed, input, weight, rope)), expected)
 
 
 def test_a_lazily_negated_gradient_is_resolved(device):
@@ -180,7 +185,7 @@ def test_a_lazily_negated_gradient_is_resolved(device):
     negated = torch.view_as_complex(torch.stack((grad_output, -grad_output), -1)).conj()
 
     assert negated.imag.is_neg()
-    assert_equal_bits(
+    assert_all_equal_bits(
         backward((negated.imag, input, weight, rope)),
         backward((grad_output, input, weight, rope)),
     )
@@ -216,8 +221,8 @@ def test_a_head_depends_on_nothing_else(device):
     beside, _ = backward((grad_output, input, weight, rope))
     alone, _ = backward((grad_output[:, :1, 1:], input[:, :1, 1:], weight, rope[:1]))
 
-    assert_equal_bits([beside[:, :1]], [whole[:, :1]])
-    assert_equal_bits([alone], [whole[:, :1, 1:]])
+    assert_equal_bits(beside[:, :1], whole[:, :1])
+    assert_equal_bits(alone, whole[:, :1, 1:])
 
 
 def test_it_is_cut_into_launches(device, launch_as, monkeypatch):
@@ -244,7 +249,7 @@ def test_it_is_cut_into_launches(device, launch_as, monkeypatch):
     cut = backward(arguments)
 
     assert len(launches) == 2 * 2 + 1
-    assert_equal_bits(cut, whole)
+    assert_all_equal_bits(cut, whole)
 
 
 def test_partial_sums_beyond_the_bound_are_added_in_slabs(device, monkeypatch):
@@ -264,7 +269,7 @@ def test_partial_sums_beyond_the_bound_are_added_in_slabs(device, monkeypatch):
     in_slabs = backward(arguments)
 
     assert launches == [3, 3, 1, 3]
-    assert_equal_bits(in_slabs[:1], [input_gradient])
+    assert_equal_bits(in_slabs[0], input_gradient)
     torch.testing.assert_close(in_slabs[1], weight_gradient)
 
 

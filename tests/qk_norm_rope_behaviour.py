@@ -3,11 +3,43 @@
 A test module imports these tests and defines the fixture `device`.
 """
 
+import pytest
 import torch
-from rope_inputs import assert_equal_bits, make_pack, make_rope
+from comparison import assert_equal_bits
+from rope_inputs import make_pack, make_rope
 
-from ntops_ext import reference
-from ntops_ext.torch import qk_norm_rope, qk_norm_rope_pack_
+from ntops_ext import configs, reference
+from ntops_ext.torch import (
+    _qk_norm_rope,
+    _qk_norm_rope_pack,
+    qk_norm_rope,
+    qk_norm_rope_pack_,
+)
+
+
+@pytest.fixture
+def launch_as(monkeypatch):
+    """Let the operators launch with a named choice."""
+
+    def choose(heads_per_program, kv_heads_per_program, num_warps=1):
+        config = configs.QKNormRopeConfig(
+            heads_per_program=heads_per_program,
+            kv_heads_per_program=kv_heads_per_program,
+            num_warps=num_warps,
+        )
+        monkeypatch.setattr(configs, "qk_norm_rope_config", lambda **_: config)
+        forget_layouts()
+
+    yield choose
+
+    forget_layouts()
+
+
+def forget_layouts():
+    """Let the next call of each layout choose its launch anew."""
+
+    _qk_norm_rope.layouts.clear()
+    _qk_norm_rope_pack.layouts.clear()
 
 
 def test_strides_of_single_dimensions_mean_nothing(device):
@@ -23,8 +55,8 @@ def test_strides_of_single_dimensions_mean_nothing(device):
     out = torch.empty(8, device=device).as_strided(heads.shape, (2**41, 2**31, 3, 1))
     expected = qk_norm_rope(heads, weight, rope)
 
-    assert_equal_bits([qk_norm_rope(senseless, weight, table)], [expected])
-    assert_equal_bits([qk_norm_rope(senseless, weight, table, out=out)], [expected])
+    assert_equal_bits(qk_norm_rope(senseless, weight, table), expected)
+    assert_equal_bits(qk_norm_rope(senseless, weight, table, out=out), expected)
 
 
 def test_a_cache_is_longer_than_what_is_written(device):

@@ -116,26 +116,3 @@ def make_rope(tokens, head_dim, device="cpu", generator=None):
     angles = torch.rand((tokens + 3, head_dim // 2), generator=generator, device=device)
 
     return torch.polar(torch.ones_like(angles), 6.28 * angles)[3:]
-
-
-def bits(tensor):
-    """The integer view of a tensor: signs of zero and NaN count."""
-
-    return tensor.contiguous().view(
-        torch.int32 if tensor.element_size() == 4 else torch.int16
-    )
-
-
-def assert_equal_bits(actual, expected):
-    assert len(actual) == len(expected)
-
-    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-
-        difference = (bits(one) != bits(other)).nonzero()
-
-        assert len(difference) == 0, (
-            f"tensor {position}: {len(difference)} of {one.numel()} elements differ,"
-            f" the first at {difference[0].tolist()}"
-        )

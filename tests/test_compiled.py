@@ -10,7 +10,6 @@ import torch._dynamo.testing
 from comparison import assert_equal_bits
 from compiled_behaviour import *  # noqa: F403
 from compiled_behaviour import pack_arguments
-from gated_rms_norm_calls import make_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
@@ -224,25 +223,6 @@ def test_a_call_is_one_operator_in_the_graph():
     assert graphs_of(
         qk_norm_rope_pack_, heads, k_out, v_out, weight, weight, rope, prefix, prefix
     ) == [[torch.view_as_real, OPERATORS.qk_norm_rope_pack.default]]
-
-
-def test_eager_calls_do_not_go_through_the_dispatcher():
-    """An eager call of an operator calls no custom operator: it would cost more than the launch."""
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    called = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called.append(function.namespace)
-
-            return function(*args, **(kwargs or {}))
-
-    with Record():
-        make_call(2, 8).run()
-
-    assert called and "ntops_ext" not in called
 
 
 def test_an_exported_module_has_the_operator():

@@ -234,7 +234,7 @@ def test_numbers_of_rows_share_their_binaries(device, monkeypatch):
     index = torch.device(device).index
     binaries = [len(handle._kernel.device_caches[index][0]) for handle in handles]
 
-    assert sum(binaries) <= 3
+    assert 1 <= sum(binaries) <= 3
 
 
 def test_the_current_stream_is_used(device):

@@ -24,11 +24,6 @@ needs_a_linker_for_amd = pytest.mark.skipif(
     _IS_BEFORE_TRITON_3_5, reason="before 3.5 Triton has no linker for AMD's code"
 )
 
-keeps_layouts_within_a_warp = pytest.mark.skipif(
-    _IS_BEFORE_TRITON_3_5,
-    reason="before Triton 3.5 a group padded to a power of two goes through shared memory",
-)
-
 # Width -> group size. Powers of two, and the widths of real models.
 WIDTHS = {
     64: 64,

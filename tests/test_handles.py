@@ -1,9 +1,8 @@
 """Kernels made once and kept."""
 
-import threading
-
 import ninetoothed.generation
 import pytest
+from threads import in_threads
 
 from ntops_ext._handles import import_kernels, make_handle
 
@@ -28,17 +27,8 @@ def test_threads_that_make_one_kernel():
     """All get the same handle."""
 
     handles = []
-    threads = [
-        threading.Thread(target=lambda: handles.append(make(num_columns=80)))
-        for _ in range(4)
-    ]
 
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join(60)
-
+    assert in_threads(4, lambda index: handles.append(make(num_columns=80))) == []
     assert len(handles) == 4
     assert len({id(handle) for handle in handles}) == 1
 

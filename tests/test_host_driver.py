@@ -1,12 +1,11 @@
 """NineToothed without a GPU: the stand-in driver, and what is compiled with it."""
 
-import threading
-
 import ninetoothed
 import pytest
 import torch
 import triton
 from ninetoothed import Tensor, block_size
+from threads import in_threads
 from triton.backends.compiler import GPUTarget
 
 from ninetoothed_patches import host_driver
@@ -134,25 +133,13 @@ def test_threads_wait_for_each_other():
     """One thread's block does not end while another's still needs the driver."""
 
     before = active_driver()
-    failures = []
 
-    def use():
+    def use(index):
         for _ in range(50):
             with host_driver.stand_in():
-                try:
-                    triton.runtime.driver.active.get_current_device()
-                except BaseException as failure:
-                    failures.append(failure)
+                triton.runtime.driver.active.get_current_device()
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join(60)
-
-    assert failures == []
+    assert in_threads(4, use) == []
     assert active_driver() is before
 
 

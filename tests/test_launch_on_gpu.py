@@ -9,6 +9,7 @@ import textwrap
 import launch_kernels
 import pytest
 import torch
+from threads import in_threads
 
 import ninetoothed_patches
 
@@ -197,6 +198,7 @@ def test_a_first_tuning_inside_a_capture_does_what_the_twin_does():
             ],
             capture_output=True,
             text=True,
+            check=True,
             cwd=os.path.dirname(os.path.dirname(__file__)),
         ).stdout
         for planned in (False, True)
@@ -289,36 +291,21 @@ def test_pinned_memory_works_as_it_does_for_the_twin():
 def test_threads_on_streams_of_their_own():
     """LP38: eight threads, each with its stream and tensors, results right."""
 
-    import threading
-
     pair = Results(max_plans=3)
     pair.planned(rows(), 0.5, rows())
     torch.cuda.synchronize()
-    wrong = []
 
     def calls(index):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for step in range(200):
-                    count = 1 + (index + step) % 5
-                    x = torch.full((count, 128), float(step), device=DEVICE)
-                    o = torch.empty_like(x)
-                    pair.planned(x, 2.0, o)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for step in range(200):
+                count = 1 + (index + step) % 5
+                x = torch.full((count, 128), float(step), device=DEVICE)
+                o = torch.empty_like(x)
+                pair.planned(x, 2.0, o)
 
-                    if not torch.equal(o, 2.0 * x):
-                        wrong.append((index, step))
-        except BaseException as error:
-            wrong.append(error)
+                assert torch.equal(o, 2.0 * x), (index, step)
 
-    threads = [threading.Thread(target=calls, args=(index,)) for index in range(8)]
-
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join()
-
-    assert wrong == []
+    assert in_threads(8, calls) == []
     assert sum(pair.counts) == 1 + 8 * 200
 
 

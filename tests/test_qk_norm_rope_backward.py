@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from comparison import assert_all_equal_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from qk_norm_rope_backward_behaviour import backward, make_arguments
-from rope_inputs import assert_equal_bits
 
 from ntops_ext import configs, reference
 from ntops_ext.torch import _layouts, _qk_norm_rope, qk_norm_rope
@@ -30,7 +30,7 @@ def test_the_definition_is_differentiated():
 
     output = qk_norm_rope(*leaves, rope)
 
-    assert_equal_bits(torch.autograd.grad(output, leaves, grad_output), expected)
+    assert_all_equal_bits(torch.autograd.grad(output, leaves, grad_output), expected)
 
 
 def test_the_float64_gradients_are_the_definition_s():

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from comparison import assert_all_equal_bits
 from qk_norm_rope_backward_behaviour import *  # noqa: F403
 from qk_norm_rope_backward_behaviour import backward, check, make_arguments
-from rope_inputs import assert_equal_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ def test_every_run_has_the_same_bits(device):
     first = backward(arguments)
 
     for _ in range(20):
-        assert_equal_bits(backward(arguments), first)
+        assert_all_equal_bits(backward(arguments), first)
 
 
 def test_gradients_in_a_graph(device):
@@ -61,7 +61,7 @@ def test_gradients_in_a_graph(device):
     arguments[0].neg_()
     graph.replay()
 
-    assert_equal_bits(captured, backward(arguments))
+    assert_all_equal_bits(captured, backward(arguments))
 
 
 @pytest.mark.slow
@@ -78,6 +78,6 @@ def test_more_than_2_31_elements(device):
     arguments = (grad_output[:, last], input[:, last], weight, rope[last])
     expected = check(arguments)
 
-    assert_equal_bits([grad_input[:, last]], expected[:1])
+    assert_all_equal_bits([grad_input[:, last]], expected[:1])
     assert not grad_input[:, :-64].any()
     assert (grad_weight - expected[1]).abs().max() <= 2**-8 * expected[1].abs().max()

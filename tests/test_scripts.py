@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -95,6 +96,23 @@ def test_every_script_is_run_here_or_named(script):
     is_tested = script in BENCHMARKS or f'"{script.removesuffix(".py")}"' in interpreted
 
     assert is_tested != (script in untested)
+
+
+@pytest.mark.parametrize("what", ["times", "tests"])
+def test_ntops_is_run_on_a_gpu(what, tmp_path, monkeypatch, capsys):
+    """Without ntops, or without a GPU, the script ends with a message."""
+
+    main = importlib.import_module("run_ntops_with_plans").main
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    for message in (f"{tmp_path} is no checkout", f"{what}: PyTorch finds no CUDA"):
+        with pytest.raises(SystemExit) as exit_status:
+            main([what, str(tmp_path)])
+
+        assert exit_status.value.code == 2
+        assert message in capsys.readouterr().err
+
+        (tmp_path / "src" / "ntops").mkdir(parents=True, exist_ok=True)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Auto-tuned kernels: planned once tuning has chosen, and from then on launched like any other."""
 
 import gc
-import threading
 import time
 import weakref
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from launch_helpers import Pair, vector
 from recording_driver import recording
+from threads import in_threads
 
 import ninetoothed_patches
 
@@ -176,26 +176,12 @@ def test_threads_that_tune_at_once_find_one_winner(driver):
 
     handle = ninetoothed_patches.planned(launch_kernels.scale_t())
     x, o = vector(), vector()
-    barrier, raised = threading.Barrier(8), []
 
-    def call():
-        barrier.wait()
+    def call(index):
+        for _ in range(20):
+            handle(x, 0.5, o)
 
-        try:
-            for _ in range(20):
-                handle(x, 0.5, o)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join()
-
-    assert raised == []
+    assert in_threads(8, call) == []
     info = handle.cache_info()
     assert (info.hits, info.misses, info.bypasses, info.plans) == (159, 1, {}, 1)
     candidates = len(tuner_of(handle).configs)
@@ -208,24 +194,14 @@ def test_threads_that_tune_other_lengths_do_not_lose_plans(driver):
 
     handle = ninetoothed_patches.planned(launch_kernels.scale_t())
     layouts = [(vector(length), vector(length)) for length in (64, 128, 256, 512)]
-    raised = []
 
     def call(index):
-        try:
-            for _ in range(50):
-                handle(*layouts[index][:1], 0.5, *layouts[index][1:])
-        except BaseException as error:
-            raised.append(error)
+        x, o = layouts[index]
 
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+        for _ in range(50):
+            handle(x, 0.5, o)
 
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join()
-
-    assert raised == []
+    assert in_threads(4, call) == []
     info = handle.cache_info()
     assert (info.hits, info.misses, info.plans) == (196, 4, 4)
 
@@ -239,27 +215,14 @@ def test_threads_that_tune_past_the_plans_do_not_break_each_other():
             (vector(length).as_subclass(Annotated), vector(length))
             for length in (64, 128, 256, 512)
         ]
-        barrier, raised = threading.Barrier(4), []
 
         def call(index):
             x, o = layouts[index]
-            barrier.wait()
 
-            try:
-                for s in (0.5, 0.25, 2):
-                    handle(x, s, o)
-            except BaseException as error:
-                raised.append(error)
+            for s in (0.5, 0.25, 2):
+                handle(x, s, o)
 
-        threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
-
-        for thread in threads:
-            thread.start()
-
-        for thread in threads:
-            thread.join()
-
-        assert raised == []
+        assert in_threads(4, call) == []
         assert handle.cache_info().bypasses == {"tensor subclass": 12}
         assert driver.records
 

@@ -154,6 +154,34 @@ def test_a_mode_sees_the_operator(name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_a_call_of_plain_tensors_does_not_go_through_the_dispatcher(name):
+    """It calls no custom operator, which would cost more than the launch; in a mode it does, however often it came before."""
+
+    function, input, weight, others = call(name)
+
+    for _ in range(3):
+        assert operators_called(function, input, weight, *others) == set()
+
+        with Seen():
+            called = operators_called(function, input, weight, *others)
+
+        assert called == {f"ntops_ext::{name}"}
+
+
+def operators_called(function, *arguments):
+    """The names of this library's custom operators that PyTorch's profiler sees during a call."""
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+
+    with torch.profiler.profile(activities=activities) as profile:
+        function(*arguments)
+
+    return {
+        event.name for event in profile.events() if event.name.startswith("ntops_ext::")
+    }
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_gradients_of_torch_func_are_refused(name):
     """PyTorch has none of custom operators; the message says what has them."""
 

@@ -7,6 +7,7 @@ Triton's interpreter leaves zeros, and would hide that a kernel says nothing: he
 import numpy as np
 import pytest
 import torch
+from comparison import assert_all_equal_bits
 from gated_rms_norm_backward_behaviour import (  # noqa: F401
     choose_anew,
     gradients,
@@ -15,7 +16,7 @@ from gated_rms_norm_backward_behaviour import (  # noqa: F401
 )
 from gated_rms_norm_calls import make_call
 from qk_norm_rope_backward_behaviour import backward, make_arguments
-from rope_inputs import assert_equal_bits, make_pack
+from rope_inputs import make_pack
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ntops_ext import configs
@@ -51,7 +52,7 @@ def assert_padding_is_harmless(poison, run):
 
     expected = run()
     poison()
-    assert_equal_bits(run(), expected)
+    assert_all_equal_bits(run(), expected)
 
 
 def test_the_poison_is_seen(poison):

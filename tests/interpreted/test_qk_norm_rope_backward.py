@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from comparison import assert_all_equal_bits
 from huge_storage import reserve
 from qk_norm_rope_backward_behaviour import *  # noqa: F403
 from qk_norm_rope_backward_behaviour import backward, make_arguments
-from rope_inputs import assert_equal_bits
 
 from ntops_ext.torch import _qk_norm_rope_backward
 
@@ -36,8 +36,10 @@ def test_strides_past_32_bits():
     far_weight = spread(weight, (2**30,))
     far_heads = spread(grad_output, (1, 16, 2**31, 1))
 
-    assert_equal_bits(backward((grad_output, far_input, far_weight, rope)), expected)
-    assert_equal_bits(backward((far_heads, input, weight, rope)), expected)
+    assert_all_equal_bits(
+        backward((grad_output, far_input, far_weight, rope)), expected
+    )
+    assert_all_equal_bits(backward((far_heads, input, weight, rope)), expected)
 
 
 def test_another_thread_sees_all_handles_or_none(monkeypatch):

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 import triton
+from comparison import assert_all_equal_bits, assert_equal_bits
+from fused_multiply_add import fused_multiply_add
 from huge_storage import reserve
 from qk_norm_rope_behaviour import *  # noqa: F403
-from rope_inputs import assert_equal_bits, make_pack, make_rope
+from qk_norm_rope_behaviour import forget_layouts
+from rope_inputs import make_pack, make_rope
 
-from ntops_ext import configs, reference
+from ntops_ext import reference
 from ntops_ext.torch import _chunks as chunks_module
 from ntops_ext.torch import (
     _eager,
@@ -38,22 +41,6 @@ rounds_fma_once = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 needs_fma = pytest.mark.skipif(
     not rounds_fma_once, reason="this Triton's interpreter rounds an fma twice"
 )
-
-
-def fused_multiply_add(first, second, third):
-    """`first * second + third` of float32 arrays, rounded once, by rounding to odd."""
-
-    product = first.astype(np.float64) * second.astype(np.float64)
-    third = third.astype(np.float64)
-    total = product + third
-    virtual = total - product
-    error = (product - (total - virtual)) + (third - virtual)
-    is_even = (total.view(np.int64) & 1) == 0
-    towards = np.where(error > 0, np.inf, -np.inf)
-
-    return np.where((error != 0) & is_even, np.nextafter(total, towards), total).astype(
-        np.float32
-    )
 
 
 def add_rows(squares, order):
@@ -154,29 +141,6 @@ def round_as(monkeypatch):
     forget_layouts()
 
 
-@pytest.fixture
-def launch_as(monkeypatch):
-    """Let the operators launch with a named choice."""
-
-    def choose(heads_per_program, kv_heads_per_program, num_warps=1):
-        config = configs.QKNormRopeConfig(
-            heads_per_program=heads_per_program,
-            kv_heads_per_program=kv_heads_per_program,
-            num_warps=num_warps,
-        )
-        monkeypatch.setattr(configs, "qk_norm_rope_config", lambda **_: config)
-        forget_layouts()
-
-    yield choose
-
-    forget_layouts()
-
-
-def forget_layouts():
-    _qk_norm_rope.layouts.clear()
-    _qk_norm_rope_pack.layouts.clear()
-
-
 def expected_pack(inputs, **rounding):
     """What the written-out steps make of the arguments."""
 
@@ -209,7 +173,7 @@ def test_every_bit_is_that_of_the_written_out_steps(dtype, sources):
     inputs = make_pack(**SMALL, batch=2, dtype=dtype, sources=sources)
     expected = expected_pack(inputs, order=("vectors", "decreasing"), **OWN_ROUNDING)
 
-    assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
+    assert_all_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
     inputs.assert_canaries()
 
 
@@ -242,8 +206,8 @@ def test_squares_are_added_in_the_order_that_was_asked_for(round_as, head_dim, o
     arguments = (inputs.q, inputs.q_weight, inputs.rope)
 
     assert_equal_bits(
-        [qk_norm_rope(*arguments)],
-        [written_out(*arguments, order=order, **OWN_ROUNDING)],
+        qk_norm_rope(*arguments),
+        written_out(*arguments, order=order, **OWN_ROUNDING),
     )
 
 
@@ -260,7 +224,7 @@ def test_products_are_rounded_as_was_asked_for(round_as, real_part, imaginary_pa
         inputs, order=order, real_part=real_part, imaginary_part=imaginary_part
     )
 
-    assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
+    assert_all_equal_bits(qk_norm_rope_pack_(*inputs.arguments()), expected)
 
 
 @needs_fma
@@ -285,7 +249,7 @@ def test_q_and_k_may_be_added_in_different_orders(round_as):
         ),
     ]
 
-    assert_equal_bits(qk_norm_rope_pack_(*inputs.arguments())[:2], expected)
+    assert_all_equal_bits(qk_norm_rope_pack_(*inputs.arguments())[:2], expected)
 
 
 @needs_fma
@@ -303,7 +267,7 @@ def test_all_heads_of_a_call_decide_on_the_order(round_as):
     )
 
     assert not torch.equal(expected, other)
-    assert_equal_bits([qk_norm_rope(*arguments)], [expected])
+    assert_equal_bits(qk_norm_rope(*arguments), expected)
 
 
 def test_bfloat16_is_within_its_roundings():
@@ -317,8 +281,8 @@ def test_bfloat16_is_within_its_roundings():
         assert reference.rotation_error(one, other) <= 3
 
     # Copies are exact.
-    assert_equal_bits(actual[2:], expected[2:])
-    assert_equal_bits([actual[1][:, :2]], [expected[1][:, :2]])
+    assert_all_equal_bits(actual[2:], expected[2:])
+    assert_equal_bits(actual[1][:, :2], expected[1][:, :2])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +328,7 @@ def test_launch_choices_change_no_bit(launch_as, heads_per_program):
     launch_as(heads_per_program, max(heads_per_program // 4, 1))
     qk_norm_rope_pack_(*inputs.arguments())
 
-    assert_equal_bits(inputs.written(), expected.written())
+    assert_all_equal_bits(inputs.written(), expected.written())
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 3), (3, 1)])
@@ -398,7 +362,7 @@ def test_a_prefix_is_copied_where_the_other_lies_in_place(kept):
     expected = [inputs.k_prefix.clone(), inputs.v_prefix.clone()]
     _, k_out, v_out = qk_norm_rope_pack_(*inputs.arguments())
 
-    assert_equal_bits([k_out[:, :1], v_out[:, :1]], expected)
+    assert_all_equal_bits([k_out[:, :1], v_out[:, :1]], expected)
 
 
 def test_packed_views_and_kept_prefixes():
@@ -424,7 +388,7 @@ def test_packed_views_and_kept_prefixes():
         qk_norm_rope_pack_(*copies, *others, *copied_sources)
         qk_norm_rope_pack_(q, k_out, v_out, *others, *sources)
 
-        assert_equal_bits([q, k_out, v_out], copies)
+        assert_all_equal_bits([q, k_out, v_out], copies)
         assert torch.equal(buffer[:, :2, 0], old[:, :2, 0]), name
 
 
@@ -446,13 +410,13 @@ def test_any_strides_of_a_single_tensor():
 
         assert result.is_contiguous()
         assert qk_norm_rope(heads, weight, rope, out=view) is view
-        assert_equal_bits([result, view], [expected, expected])
+        assert_all_equal_bits([result, view], [expected, expected])
         assert (out[..., 24:] == 7.5).all()
 
     in_place = base.transpose(0, 1)
     expected = qk_norm_rope(in_place, weight, rope)
 
-    assert_equal_bits([qk_norm_rope(in_place, weight, rope, out=in_place)], [expected])
+    assert_equal_bits(qk_norm_rope(in_place, weight, rope, out=in_place), expected)
 
 
 @pytest.mark.parametrize(
@@ -499,12 +463,12 @@ def test_a_call_that_is_cut_equals_one_that_is_not(
     qk_norm_rope_pack_(*cut.arguments())
 
     assert len(launches) > 1
-    assert_equal_bits(cut.written(), whole.written())
+    assert_all_equal_bits(cut.written(), whole.written())
     cut.assert_canaries()
 
     launches.clear()
 
-    assert_equal_bits([qk_norm_rope(whole.q, whole.q_weight, whole.rope)], [single])
+    assert_equal_bits(qk_norm_rope(whole.q, whole.q_weight, whole.rope), single)
     assert len(launches) > 1
     forget_layouts()
 
@@ -566,7 +530,7 @@ def test_special_values():
     assert torch.equal(actual.isnan(), is_nan)
     # The subnormal is not flushed: times 1000 it is a normal number.
     assert actual[0, 0, 3, 2] > 0
-    assert_equal_bits([actual[:, :, :4]], [expected[:, :, :4]])
+    assert_equal_bits(actual[:, :, :4], expected[:, :, :4])
     assert is_nan[0, 0, 5].all() and not is_nan[0, 0, 6].any()
     torch.testing.assert_close(actual[:, :, 6], expected[:, :, 6])
 
@@ -583,7 +547,7 @@ def test_the_same_call_gives_the_same_bits():
     qk_norm_rope_pack_(*first.arguments())
     qk_norm_rope_pack_(*second.arguments())
 
-    assert_equal_bits(first.written(), second.written())
+    assert_all_equal_bits(first.written(), second.written())
 
 
 def test_the_interpreter_promises_no_equality():

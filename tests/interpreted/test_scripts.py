@@ -50,6 +50,49 @@ def test_a_benchmark(script, tmp_path, capsys, monkeypatch):
         assert {"commit", "date", "torch", "gpu"} <= record["environment"].keys()
 
 
+def refused(script, capsys, monkeypatch, *arguments):
+    """What a script prints that takes no such arguments."""
+
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    main = importlib.import_module(script).main
+
+    with pytest.raises(SystemExit) as exit_status:
+        main(["--device", "cpu", *arguments])
+
+    assert exit_status.value.code == 2
+
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script, case, left_out",
+    [
+        ("benchmark_gated_rms_norm", "tiny-slices-2", "dense-128-128-32"),
+        ("benchmark_gated_rms_norm_backward", "96-48-3", "8192-1024-4096"),
+        ("benchmark_rope_pack", "single_tensor", "in_place"),
+    ],
+)
+def test_a_case_that_is_not_in_the_selection(
+    script, case, left_out, capsys, monkeypatch
+):
+    """It is named, with the cases that there are on the device and with `--quick`."""
+
+    arguments = ["--quick", "--cases", case, left_out]
+    message = refused(script, capsys, monkeypatch, *arguments)
+
+    assert f"--cases: no case is named {left_out}; with --device cpu --quick" in message
+    assert case in message.partition("there are")[2]
+
+
+def test_a_group_size_that_is_not_swept(capsys, monkeypatch):
+    """It is named, with those that are."""
+
+    arguments = ["--group-sizes", "16", "4000"]
+    message = refused("sweep_gated_rms_norm", capsys, monkeypatch, *arguments)
+
+    assert "--group-sizes: 4000 not among 16" in message
+
+
 @pytest.mark.parametrize(
     "script, case, verdict",
     [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rope_inputs import assert_equal_bits
+from comparison import assert_equal_bits
 
 from ntops_ext._handles import make_handle
 from ntops_ext.kernels import sum_of_rows
@@ -33,4 +33,4 @@ def test_rows_are_added_in_the_order_that_is_documented(num_rows):
         first, second = sums.chunk(2)
         sums = first + second
 
-    assert_equal_bits([output], [sums[0]])
+    assert_equal_bits(output, sums[0])
