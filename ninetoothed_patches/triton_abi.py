@@ -199,8 +199,10 @@ def tensor_rule(store):
         # 3.2 finds its kernels by type and alignment alone, whatever the backend does later.
         return None
 
-    backend = store[-2]
+    return _tensor_rule_of(store[-2])
 
+
+def _tensor_rule_of(backend):
     for name, arguments in (
         ("get_tensor_specialization", ()),
         ("get_arg_specialization", ("tensor",)),
@@ -214,6 +216,23 @@ def tensor_rule(store):
             return lambda tensor: rule(tensor, *arguments, align=True)
 
     return None
+
+
+def tensor_attributes(target):
+    """What the compiler is told of a tensor, beside its type, where a launch on `target` is what compiles.
+
+    :return: A function of a tensor that returns pairs of an attribute's name and its value.
+    """
+
+    backend = triton.compiler.make_backend(target)
+    rule = _tensor_rule_of(backend) or _alignment
+
+    return lambda tensor: backend.parse_attr(rule(tensor))
+
+
+def _alignment(tensor):
+    # As every backend writes it that looks at nothing else.
+    return "D" if tensor.data_ptr() % 16 == 0 else ""
 
 
 def kernel_arguments(compiled, bound):
