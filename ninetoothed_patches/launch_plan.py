@@ -97,7 +97,8 @@ class LaunchForm:
     def __init__(self, compiled, bound, pointers):
         names = triton_abi.kernel_arguments(compiled, bound)
         # Placeholders for what changes, as objects: they are found again by identity.
-        grid, stream, arguments = _placeholders(3), object(), _placeholders(len(names))
+        *grid, stream = _placeholders(4)
+        arguments = _placeholders(len(names))
         template = (
             *grid,
             stream,
@@ -147,8 +148,18 @@ class LaunchForm:
         return self._bind(self._launch, self._constants, (*grid, 1, 1)[:3], arguments)
 
 
+class _Placeholder:
+    """Can be handed on, and nothing else: whoever compares it or asks for its truth would take an argument's for it."""
+
+    def __eq__(self, other):
+        raise TypeError("An argument that is not known yet cannot be compared.")
+
+    def __bool__(self):
+        raise TypeError("An argument that is not known yet is neither true nor false.")
+
+
 def _placeholders(count):
-    return tuple(object() for _ in range(count))
+    return tuple(_Placeholder() for _ in range(count))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -259,8 +259,10 @@ def c_launch(launcher, arguments):
     `self.launch`. What it adds is found out by asking: a copy of the launcher is called with a `launch` that only notes
     its arguments. So neither a version's order of arguments nor a vendor's is written down here.
 
+    :param arguments: May be placeholders: a launcher that computes with them cannot be asked.
     :return: The C function and its arguments, or None if the launcher does something on every call (allocates scratch
-        memory, adds a sanitizer's state) or is not one of Triton's own: then it has to be called itself.
+        memory, adds a sanitizer's state, computes with the grid) or is not one of Triton's own: then it has to be called
+        itself.
     """
 
     if not type(launcher).__module__.startswith("triton.backends."):
@@ -277,6 +279,11 @@ def c_launch(launcher, arguments):
     noted = []
     probe = copy.copy(launcher)
     probe.launch = lambda *given: noted.append(given)
-    probe(*arguments)
 
-    return launcher.launch, noted[0]
+    try:
+        probe(*arguments)
+    except Exception:
+        # Whatever it does with its arguments, it is not to hand them on.
+        return None
+
+    return (launcher.launch, noted[0]) if len(noted) == 1 else None
