@@ -373,7 +373,7 @@ class PlanCache:
     def _outline_hash(self, plan):
         return hash(self._reader.outline_of(plan.key[-1]))
 
-    def call(self, key, arguments, addresses):
+    def call(self, call_key, arguments, addresses):
         """A call that no recent plan fits."""
 
         made = self._made
@@ -381,14 +381,15 @@ class PlanCache:
         device = driver.get_current_device()
         store = self._stores()[device]
         rule = self._tensor_rule(store)
+        whole_key = call_key
 
         if rule is not None:
-            key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
         if self._tuner is not None:
             self._notice_tuner()
 
-        key = (driver, device, self._state(), key)
+        key = (driver, device, self._state(), whole_key)
         plan = self._plans.get(key)
 
         if plan is not None and plan.store is not store:
@@ -407,7 +408,7 @@ class PlanCache:
             return self.ordinary(arguments)
 
         if plan is None:
-            return self._prepare(key, arguments, addresses, made)
+            return self._prepare(key, call_key, arguments, addresses, made)
 
         self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
@@ -493,13 +494,13 @@ class PlanCache:
 
     # Plans, made and dropped.
 
-    def _prepare(self, key, arguments, addresses, made):
+    def _prepare(self, key, call_key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
         with self._calling:
             if self._made != made:
                 # While this thread waited, another has made a plan, maybe this one.
-                return self.call(key[-1], arguments, addresses)
+                return self.call(call_key, arguments, addresses)
 
             try:
                 self._ordinary(self._watched_launch, arguments)
@@ -519,11 +520,11 @@ class PlanCache:
 
                 return
 
-            driver, device, state, call = key
+            driver, device, state, whole_key = key
 
             if state[0] is not self._kernel.hash:
                 # The first call compiles, and that gives the kernel its hash.
-                key = (driver, device, self._state(), call)
+                key = (driver, device, self._state(), whole_key)
 
             self._keep(Plan(key, self._stores()[device], launched))
 

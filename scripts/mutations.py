@@ -278,7 +278,7 @@ _LAUNCH_PLANS = (
         file=_CACHE,
         old="""\
         if rule is not None:
-            key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
 """,
         new="",

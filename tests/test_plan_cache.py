@@ -1,6 +1,7 @@
 """The cache of one handle: bounded, counted, dropped."""
 
 import gc
+import threading
 import weakref
 
 import launch_kernels
@@ -10,7 +11,7 @@ from recording_driver import recording
 from triton.compiler import CompiledKernel
 
 import ninetoothed_patches
-from ninetoothed_patches import plan_cache
+from ninetoothed_patches import plan_cache, triton_abi
 from ninetoothed_patches.plan_cache import RECENT_PLANS, UNUSED_PLANS
 
 
@@ -287,3 +288,41 @@ def test_few_plans_are_compared_before_a_key_is_made(driver):
     recent = handle._cache.recent
     assert len(recent) == RECENT_PLANS
     assert handle._cache.info().plans == 8
+
+
+# What else the backend specialises on.
+
+
+def test_a_call_that_waited_has_the_key_of_one_that_did_not(driver, monkeypatch):
+    """The backend's classes of its tensors stand in it once."""
+
+    monkeypatch.setattr(triton_abi, "tensor_rule", lambda store: lambda tensor: "S")
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    is_launching, is_waiting = threading.Event(), threading.Event()
+    x, other = rows(8), rows(4)
+    prepare = handle._cache._prepare
+
+    def launch_late():
+        driver.on_launch = None
+        is_launching.set()
+        is_waiting.wait(30)
+
+    def prepare_after_another(*arguments):
+        if threading.current_thread() is late:
+            is_waiting.set()
+
+        return prepare(*arguments)
+
+    handle._cache._prepare = prepare_after_another
+    driver.on_launch = launch_late
+    early, late = (
+        threading.Thread(target=handle, args=(tensor, 0.5, tensor))
+        for tensor in (other, x)
+    )
+    early.start()
+    assert is_launching.wait(30)
+    late.start()
+    early.join(30)
+    late.join(30)
+    handle(x, 0.5, x)
+    assert counts(handle) == (1, 2, 0, 2)
