@@ -141,14 +141,14 @@ class PlanCache:
     :param kernel: The handle's JITFunction (or what the interpreter made of it).
     :param launched: What the launch function calls: the kernel, or the auto-tuner around it.
     :param launch: The generated launch function.
-    :param watch: A function that makes the launch function call a given object in the kernel's place.
+    :param replace: A function that makes of the launch function one that calls a given object in `launched`'s place.
     :param parameters: For each parameter of the launch function, its name and the name of the kernel's parameter that
         takes its address: None for a tensor whose address the kernel does not take, False for a scalar.
     :param never: Why no call of this handle can be planned, or None.
     :param bound: How many plans may be held.
     """
 
-    def __init__(self, *, kernel, launched, launch, watch, parameters, never, bound):
+    def __init__(self, *, kernel, launched, launch, replace, parameters, never, bound):
         self.name = kernel.__name__
         self.number = next(_NUMBERS)
         self.bound = bound
@@ -156,8 +156,10 @@ class PlanCache:
         self.tuned = 0
 
         self._kernel = kernel
+        self._launched = launched
         self._tuner = launched if launched is not kernel else None
         self._launch = launch
+        self._replace = replace
         self._reader = CallReader(
             [(name, pointer is not False) for name, pointer in parameters]
         )
@@ -166,8 +168,6 @@ class PlanCache:
             for index, (_, pointer) in enumerate(parameters)
             if pointer is not False
         ]
-        self._watcher = Watcher(launched)
-        self._watched_launch = watch(self._watcher)
 
         self._clock = itertools.count(1)
         self._clock_looks = 0
@@ -217,7 +217,6 @@ class PlanCache:
             plan.is_kept = False
 
         self._reset()
-        self._watcher.take()
 
     def info(self):
         with self._changing:
@@ -502,18 +501,17 @@ class PlanCache:
                 # While this thread waited, another has made a plan, maybe this one.
                 return self.call(call_key, arguments, addresses)
 
-            try:
-                self._ordinary(self._watched_launch, arguments)
-            except BaseException:
-                self._watcher.take()
+            watcher = Watcher(self._launched)
 
+            try:
+                self._ordinary(self._replace(watcher), arguments)
+            except BaseException:
                 with self._changing:
                     self._misses += 1
 
                 raise
 
-            launched = self._watcher.take()
-            reason = self._unplannable(launched, arguments)
+            reason = self._unplannable(watcher.launched, arguments)
 
             if reason is not None:
                 self._count_bypass(reason)
@@ -526,12 +524,12 @@ class PlanCache:
                 # The first call compiles, and that gives the kernel its hash.
                 key = (driver, device, self._state(), whole_key)
 
-            self._keep(Plan(key, self._stores()[device], launched))
+            self._keep(Plan(key, self._stores()[device], watcher.launched))
 
     def _unplannable(self, launched, arguments):
         """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
 
-        if launched is None or launched[-1] is None:
+        if launched is None:
             return "not launched"
 
         bound, _, compiled = launched

@@ -849,6 +849,40 @@ def test_what_triton_reads_on_each_call_is_another_plan(
     assert scale.counts == (2, 2, 0)
 
 
+# Calls that launch nothing, or in whose middle there is another.
+
+
+@pytest.fixture
+def cancel_compilations(monkeypatch):
+    """A hook by which Triton is told that a kernel is compiled elsewhere. What undoes it is returned."""
+
+    knobs = getattr(triton, "knobs", None)
+
+    if knobs is None:
+        monkeypatch.setattr(triton.runtime.JITFunction, "cache_hook", lambda **_: True)
+    else:
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **_: True)
+
+    return monkeypatch.undo
+
+
+def test_a_cancelled_compilation_is_no_launch(driver, cancel_compilations):
+    """The twin launches nothing and raises nothing, and there is nothing to make a plan from."""
+
+    pair = Pair("scale", driver)
+    x, o = rows(), rows()
+
+    assert pair.call(x, 0.5, o) is None
+    assert pair.info.bypasses == {"not launched": 1}
+
+    cancel_compilations()
+
+    for _ in range(2):
+        assert pair.call(x, 0.5, o) is not None
+
+    assert pair.counts == (1, 1, 1)
+
+
 # Threads. Tuned kernels are in test_triton_runtime_auto_tuning.
 
 

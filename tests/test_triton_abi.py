@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import ninetoothed_patches
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import plan_cache, triton_abi
 from ninetoothed_patches.launch_plan import Watcher
 
 
@@ -254,19 +254,23 @@ def test_a_kernel_that_could_not_be_loaded_is_not_planned():
 def test_a_kernel_without_a_loaded_function_is_not_planned(monkeypatch):
     """A plan launches that function: a Triton that loads later is left to do so."""
 
-    take = Watcher.take
+    class WatcherOfUnloaded(Watcher):
+        @property
+        def launched(self):
+            bound, grid, _ = self._launched
 
-    def take_unloaded(self):
-        bound, grid, _ = take(self)
+            return bound, grid, types.SimpleNamespace(function=None)
 
-        return bound, grid, types.SimpleNamespace(function=None)
+        @launched.setter
+        def launched(self, launched):
+            self._launched = launched
 
     with recording() as driver:
         pair = Pair("scale", driver)
         x = rows()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Watcher, "take", take_unloaded)
+            patch.setattr(plan_cache, "Watcher", WatcherOfUnloaded)
             pair.call(x, 0.5, x)
 
         assert pair.info.bypasses == {"not loaded": 1}
