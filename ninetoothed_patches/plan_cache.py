@@ -1,6 +1,7 @@
 """The plans of one handle: found, made, counted, bounded, dropped. One control flow for plain and auto-tuned kernels."""
 
 import collections
+import copy
 import heapq
 import itertools
 import operator
@@ -22,6 +23,7 @@ from ninetoothed_patches.call_key import (
 )
 from ninetoothed_patches.counters import CacheInfo
 from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
+from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 
 # How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
 # two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
@@ -33,6 +35,14 @@ UNUSED_PLANS = 16
 
 # How many calls that came once are remembered, beside those that have plans.
 MAX_SEEN = 4096
+
+# Held while plans and counters change, of all handles: what one handle's change is interrupted by (a finalizer, a signal
+# handler) may call another. So no thread may wait for anything while it holds this, and none waits long for it.
+_CHANGING = threading.RLock()
+
+_NO_KEYWORDS = types.MappingProxyType({})
+
+_STAMP = operator.attrgetter("stamp")
 
 # Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
 _ENTRY = """\
@@ -181,10 +191,8 @@ class PlanCache:
         _CACHES[self.number] = self
 
     def _reset(self):
-        # The first is held while an ordinary call is watched or tunes, which takes as long as compiling; the second
-        # only while plans and counters change.
-        self._calling = threading.RLock()
-        self._changing = threading.RLock()
+        # Held while an ordinary call is watched or tunes, which takes as long as compiling.
+        self._calling = CallLock()
         self.recent = ()
         self._plans = {}
         self._queue = []
@@ -200,15 +208,16 @@ class PlanCache:
     def clear(self):
         """Drop all plans. The counters stay."""
 
-        with self._changing:
-            for plan in self._plans.values():
-                plan.is_kept = False
-
-            self._plans.clear()
-            self._queue.clear()
-            self._seen.clear()
+        with _CHANGING:
+            # Not emptied but replaced: this may come in the middle of another change, which goes on with the old ones.
+            # They are freed when nothing is held.
+            plans, self._plans, self._queue = self._plans, {}, []
+            self._seen = set()
             self._unused = 0
             self.recent = ()
+
+            for plan in plans.values():
+                plan.is_kept = False
 
     def after_fork_in_child(self):
         """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
@@ -219,7 +228,7 @@ class PlanCache:
         self._reset()
 
     def info(self):
-        with self._changing:
+        with _CHANGING:
             return CacheInfo(
                 hits=self._hits(),
                 misses=self._misses,
@@ -236,7 +245,7 @@ class PlanCache:
         return next(self._clock) - self._clock_looks
 
     def _count_bypass(self, reason):
-        with self._changing:
+        with _CHANGING:
             self._bypasses[reason] += 1
 
     # The entry, and what it calls.
@@ -306,7 +315,7 @@ class PlanCache:
         def bypass(handle, /, *arguments, **keywords):
             self._count_bypass(reason)
 
-            return self._ordinary(self._launch, arguments, keywords)
+            return self.ordinary(arguments, keywords)
 
         return bypass
 
@@ -344,17 +353,23 @@ class PlanCache:
 
         return self._unused > UNUSED_PLANS
 
-    def ordinary(self, arguments):
+    def ordinary(self, arguments, keywords=_NO_KEYWORDS):
         """A call that gets no plan."""
 
-        return self._ordinary(self._launch, arguments)
+        if self._tuner is not None and _is_nested():
+            # Of the tuner's state, a call's own and results, it shares only the results: so nobody is waited for.
+            launch = self._replace(copy.copy(self._tuner))
+
+            return launch(*arguments, **keywords)
+
+        return self._ordinary(self._launch, arguments, keywords)
 
     def is_new(self, outline):
         """Whether no call of this outline has come yet. From now on one has."""
 
         outline = hash(outline)
 
-        with self._changing:
+        with _CHANGING:
             if outline in self._seen:
                 return False
 
@@ -372,8 +387,16 @@ class PlanCache:
     def _outline_hash(self, plan):
         return hash(self._reader.outline_of(plan.key[-1]))
 
-    def call(self, call_key, arguments, addresses):
-        """A call that no recent plan fits."""
+    def call(self, call_key, arguments, addresses, *, has_waited=False):
+        """A call that no recent plan fits.
+
+        :param has_waited: Whether it comes again, after it has waited for another call of this handle.
+        """
+
+        if not has_waited and _is_nested():
+            self._count_bypass("nested call")
+
+            return self.ordinary(arguments)
 
         made = self._made
         driver = triton_abi.active_driver()
@@ -428,12 +451,11 @@ class PlanCache:
             # No call that can be planned, and so none that has a plan.
             return None
 
-        with self._changing:
-            if plan is None or not plan.is_kept:
-                return None
+        if plan is None or not plan.is_kept:
+            return None
 
-            if plan.launch is None:
-                self._finish(plan, addresses)
+        if plan.launch is None:
+            self._finish(plan, addresses)
 
         return self._make_repeater(plan, driver, device, plan.state, plan.store)
 
@@ -454,7 +476,7 @@ class PlanCache:
 
     def _notice_tuner(self):
         if len(self._tuner.cache) != self.tuned:
-            with self._calling:
+            with self._calling.held():
                 # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
                 if len(self._tuner.cache) != self.tuned:
                     self.clear()
@@ -479,13 +501,13 @@ class PlanCache:
 
         return reason
 
-    def _ordinary(self, launch, arguments, keywords=types.MappingProxyType({})):
+    def _ordinary(self, launch, arguments, keywords=_NO_KEYWORDS):
         """The unpatched call. An auto-tuner keeps a call's state in itself: one call at a time."""
 
         if self._tuner is None:
             return launch(*arguments, **keywords)
 
-        with self._calling:
+        with self._calling.held():
             try:
                 return launch(*arguments, **keywords)
             finally:
@@ -496,17 +518,17 @@ class PlanCache:
     def _prepare(self, key, call_key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
-        with self._calling:
+        with self._calling.held():
             if self._made != made:
                 # While this thread waited, another has made a plan, maybe this one.
-                return self.call(call_key, arguments, addresses)
+                return self.call(call_key, arguments, addresses, has_waited=True)
 
             watcher = Watcher(self._launched)
 
             try:
                 self._ordinary(self._replace(watcher), arguments)
             except BaseException:
-                with self._changing:
+                with _CHANGING:
                     self._misses += 1
 
                 raise
@@ -556,25 +578,31 @@ class PlanCache:
         return None
 
     def _keep(self, plan):
-        with self._changing:
+        # Freed when nothing is held.
+        dropped = []
+
+        with _CHANGING:
             self._misses += 1
 
             if plan.key in self._plans:
                 # A source was replaced and put back: what was made in between is of no use.
+                dropped += self._plans.values()
                 self.clear()
 
-            while len(self._plans) >= self.bound:
+            plans, queue = self._plans, self._queue
+
+            while len(plans) >= self.bound:
                 if _is_capturing():
                     # What is unloaded during a capture breaks it. The call was right without its plan being kept.
                     return
 
-                self._evict()
+                dropped.append(self._evict(plans, queue))
 
             self._clock_looks += 1
             self._made += 1
             plan.stamp = next(self._clock)
-            self._plans[plan.key] = plan
-            heapq.heappush(self._queue, (plan.stamp, plan))
+            plans[plan.key] = plan
+            heapq.heappush(queue, (plan.stamp, plan))
 
             if self.is_sparing:
                 self._seen.add(self._outline_hash(plan))
@@ -584,47 +612,60 @@ class PlanCache:
             if self._unused == UNUSED_PLANS + 1:
                 self._see_plans_only()
 
-    def _evict(self):
+    def _evict(self, plans, queue):
         """Drop the least recently used plan. Stamps in the queue lag behind, and are brought up to date here."""
 
-        while self._queue[0][0] != self._queue[0][1].stamp:
-            plan = self._queue[0][1]
-            heapq.heapreplace(self._queue, (plan.stamp, plan))
+        while queue[0][0] != queue[0][1].stamp:
+            plan = queue[0][1]
+            heapq.heapreplace(queue, (plan.stamp, plan))
 
-        _, plan = heapq.heappop(self._queue)
-        del self._plans[plan.key]
+        _, plan = heapq.heappop(queue)
+        del plans[plan.key]
         plan.is_kept = False
-        self.recent = tuple(other for other in self.recent if other is not plan)
+        self._show(plans, [other for other in self.recent if other is not plan])
         self._evictions += 1
+
+        return plan
+
+    def _show(self, plans, recent):
+        """Let the next call be compared with these of `plans`, unless all of them have been dropped meanwhile."""
+
+        self.recent = tuple(recent)
+
+        if self._plans is not plans:
+            self.recent = ()
 
     def _remember(self, plan, arguments, addresses, *, can_guard):
         """Make `plan` one of those that the next call is compared with first."""
 
-        with self._changing:
-            scalars = self._reader.scalars_of(arguments)
+        scalars = self._reader.scalars_of(arguments)
+        is_refused = True
 
-            if plan.launch is None:
-                self._finish(plan, addresses)
-                is_refused = True
-            else:
-                # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd
-                # mode, or one was passed twice.
-                is_refused = plan in self.recent and all(
-                    map(operator.is_, scalars, plan.scalars)
-                )
+        if plan.launch is None:
+            self._finish(plan, addresses)
+        else:
+            # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
+            # one was passed twice.
+            is_refused = plan in self.recent and all(
+                map(operator.is_, scalars, plan.scalars)
+            )
 
-            if is_refused and can_guard:
-                plan.fits = tensor_guard(self._reader.tensors_of(arguments))
+        fits = None
 
+        if is_refused and can_guard:
+            fits = tensor_guard(self._reader.tensors_of(arguments))
+
+        # What is built of many objects, where the collector mostly comes, is there by now.
+        with _CHANGING:
+            plan.fits = fits or plan.fits
             plan.scalars = scalars
+            plans = self._plans
 
             if plan.fits is None or not plan.is_kept or plan in self.recent:
                 return
 
-            newest_first = sorted(
-                self.recent, key=operator.attrgetter("stamp"), reverse=True
-            )
-            self.recent = (plan, *newest_first[: RECENT_PLANS - 1])
+            newest_first = sorted(self.recent, key=_STAMP, reverse=True)
+            self._show(plans, (plan, *newest_first[: RECENT_PLANS - 1]))
 
     def _finish(self, plan, addresses):
         """Prepare the launch of a plan that is used for the first time.
@@ -632,8 +673,16 @@ class PlanCache:
         A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
         """
 
-        self._unused = 0
-        bound, grid, compiled = plan.launched
+        with _CHANGING:
+            self._unused = 0
+
+        launched = plan.launched
+
+        if len(launched) == 1:
+            # Another thread, or a finalizer in this one, has just done it.
+            return
+
+        bound, grid, compiled = launched
         form = self._forms.get(compiled)
 
         if form is None:
@@ -645,8 +694,19 @@ class PlanCache:
         )
         aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
         plan.alignments = 0 if all(aligned) else aligned
+        # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)
+
+
+def _is_nested():
+    """Whether this thread is in the middle of a call that others may wait for, or of a change of plans.
+
+    Python runs finalizers and signal handlers anywhere. A call that comes from one must not wait for another thread, which
+    may be waiting for this one, and must find no plans that have changed by half.
+    """
+
+    return is_held_here(_CHANGING) or is_in_a_call()
 
 
 def _is_capturing():
@@ -683,6 +743,10 @@ def infos():
 
 
 def _after_fork_in_child():
+    global _CHANGING
+
+    _CHANGING = threading.RLock()
+
     for cache in caches():
         cache.after_fork_in_child()
 
