@@ -14,7 +14,7 @@ import types
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ninetoothed_patches import source_files
+from ninetoothed_patches import source_files, triton_abi
 from ninetoothed_patches.locks import ProcessLock
 
 _SWITCH = ProcessLock()
@@ -30,7 +30,7 @@ _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 _INT64_MAX = 2**63 - 1
 
-# Triton tells the compiler whether an integer or an address is divisible by this, and nothing finer.
+# Triton tells the compiler whether an integer is divisible by this, and nothing finer.
 _DIVISIBILITY = 16
 
 
@@ -156,7 +156,7 @@ def compile_call(handle, *args, target, **kwargs):
 
     :param handle: What `ninetoothed.make` returned, with a fixed configuration (not auto-tuned).
     :param args: The arguments of the call. Tensors may lie anywhere, the CPU included: only their layout, dtype
-        and the alignment of their addresses count.
+        and the alignment of their addresses count, and on an AMD GPU whether their storages are below 2 GiB.
     :param target: `"sm_80"`, `"sm_90"`, `"sm_100"`, `"gfx942"`, or a `GPUTarget`.
     :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
     :raises ValueError: If the target's name is not known.
@@ -192,7 +192,7 @@ def compile_call(handle, *args, target, **kwargs):
 
     try:
         return triton.compile(
-            _source(handle._kernel, capture.args),
+            _source(handle._kernel, capture.args, triton_abi.tensor_attributes(target)),
             target=target,
             # Outside its debug mode Triton makes checks of integers for overflow, and then drops them. Without them
             # the binary is the same, and compiling the kernels of `ntops_ext` takes a fifth less.
@@ -202,7 +202,7 @@ def compile_call(handle, *args, target, **kwargs):
         raise source_files.name_triton_cache(error) from error.__cause__
 
 
-def _source(kernel, args):
+def _source(kernel, args, tensor_attributes):
     """The kernel, specialised as Triton's JIT specialises it for these arguments."""
 
     signature, constants, attributes = {}, {}, {}
@@ -218,6 +218,15 @@ def _source(kernel, args):
 
             continue
 
+        if hasattr(value, "data_ptr"):
+            dtype = str(value.dtype).split(".")[-1]
+            signature[parameter.name] = (
+                f"*{triton.runtime.jit.type_canonicalisation_dict[dtype]}"
+            )
+            attributes[(index,)] = tensor_attributes(value)
+
+            continue
+
         signature[parameter.name], is_divisible = _specialize(parameter.name, value)
 
         if is_divisible:
@@ -227,13 +236,6 @@ def _source(kernel, args):
 
 
 def _specialize(name, value):
-    if hasattr(value, "data_ptr"):
-        dtype = triton.runtime.jit.type_canonicalisation_dict[
-            str(value.dtype).split(".")[-1]
-        ]
-
-        return f"*{dtype}", value.data_ptr() % _DIVISIBILITY == 0
-
     if isinstance(value, bool):
         return "u1", False
 

@@ -12,20 +12,25 @@ from ninetoothed_patches.call_key import compile_function
 
 
 class Watcher:
-    """Stands in for a kernel in its launch function, and keeps what the last launch was.
+    """Stands in for a kernel in its launch function, for one call.
 
-    Not thread-safe: its cache holds a lock around the call.
+    `launched` is what the call launched, last if it was several times: bound arguments, grid, compiled kernel. It is None
+    if nothing was.
     """
 
     def __init__(self, kernel):
         self._kernel = kernel
-        self._launched = None
+        self.launched = None
 
     def __getitem__(self, grid):
+        asked = None
+
         def watched_grid(bound):
+            nonlocal asked
+
             size = grid(bound)
             # An auto-tuner launches its candidates first: the last launch is the one that counts.
-            self._launched = bound, size
+            asked = bound, size
 
             return size
 
@@ -33,18 +38,12 @@ class Watcher:
 
         def watched_launch(*args, **options):
             compiled = launch(*args, **options)
-            self._launched = *self._launched, compiled
+            # A hook may cancel a compilation: then there is no kernel, and no grid was asked for.
+            self.launched = None if compiled is None else (*asked, compiled)
 
             return compiled
 
         return watched_launch
-
-    def take(self):
-        """The last launch: bound arguments, grid, compiled kernel. Forgotten here, for it holds tensors."""
-
-        launched, self._launched = self._launched, None
-
-        return launched
 
 
 class Plan:
@@ -54,7 +53,7 @@ class Plan:
 
     :param key: Driver, device, Triton's state, and the call's own key.
     :param store: Where Triton keeps the kernels of that device.
-    :param launched: What `Watcher.take` returned, without tensors.
+    :param launched: `Watcher.launched`, without tensors.
     """
 
     __slots__ = (
@@ -97,7 +96,8 @@ class LaunchForm:
     def __init__(self, compiled, bound, pointers):
         names = triton_abi.kernel_arguments(compiled, bound)
         # Placeholders for what changes, as objects: they are found again by identity.
-        grid, stream, arguments = _placeholders(3), object(), _placeholders(len(names))
+        *grid, stream = _placeholders(4)
+        arguments = _placeholders(len(names))
         template = (
             *grid,
             stream,
@@ -147,8 +147,18 @@ class LaunchForm:
         return self._bind(self._launch, self._constants, (*grid, 1, 1)[:3], arguments)
 
 
+class _Placeholder:
+    """Can be handed on, and nothing else: whoever compares it or asks for its truth would take an argument's for it."""
+
+    def __eq__(self, other):
+        raise TypeError("An argument that is not known yet cannot be compared.")
+
+    def __bool__(self):
+        raise TypeError("An argument that is not known yet is neither true nor false.")
+
+
 def _placeholders(count):
-    return tuple(object() for _ in range(count))
+    return tuple(_Placeholder() for _ in range(count))
 
 
 @functools.lru_cache(maxsize=1024)

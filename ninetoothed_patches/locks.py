@@ -1,4 +1,4 @@
-"""A lock that a forked child finds free."""
+"""Locks for what may be interrupted: by a fork, and by a finalizer or a signal handler that calls again."""
 
 import contextlib
 import os
@@ -25,3 +25,44 @@ class ProcessLock:
         # A thread that forks within the block leaves it in the child, too: by the lock that it took.
         with self._lock:
             yield
+
+
+class _Thread(threading.local):
+    is_in_a_call = False
+
+
+_THREAD = _Thread()
+
+
+class CallLock:
+    """A re-entrant lock that is held for the length of a call."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self):
+        """Hold the lock for the block's duration."""
+
+        with self._lock:
+            outer = _THREAD.is_in_a_call
+
+            try:
+                _THREAD.is_in_a_call = True
+
+                yield
+            finally:
+                _THREAD.is_in_a_call = outer
+
+
+def is_in_a_call():
+    """Whether this thread holds any `CallLock`."""
+
+    return _THREAD.is_in_a_call
+
+
+def is_held_here(lock):
+    """Whether this thread holds `lock`, a `threading.RLock`."""
+
+    # `threading.Condition` asks the same of a lock that it is given.
+    return lock._is_owned()

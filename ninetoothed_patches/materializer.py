@@ -170,7 +170,7 @@ class PlannedHandle(_jit_module._Handle):
             kernel=kernel,
             launched=launch.__globals__[launched_name],
             launch=launch,
-            watch=lambda watcher: _with_globals(launch, **{launched_name: watcher}),
+            replace=lambda other: _with_globals(launch, **{launched_name: other}),
             parameters=parameters,
             never=never,
             bound=max_plans,

@@ -1,6 +1,7 @@
 """The plans of one handle: found, made, counted, bounded, dropped. One control flow for plain and auto-tuned kernels."""
 
 import collections
+import copy
 import heapq
 import itertools
 import operator
@@ -22,6 +23,7 @@ from ninetoothed_patches.call_key import (
 )
 from ninetoothed_patches.counters import CacheInfo
 from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
+from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 
 # How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
 # two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
@@ -33,6 +35,14 @@ UNUSED_PLANS = 16
 
 # How many calls that came once are remembered, beside those that have plans.
 MAX_SEEN = 4096
+
+# Held while plans and counters change, of all handles: what one handle's change is interrupted by (a finalizer, a signal
+# handler) may call another. So no thread may wait for anything while it holds this, and none waits long for it.
+_CHANGING = threading.RLock()
+
+_NO_KEYWORDS = types.MappingProxyType({})
+
+_STAMP = operator.attrgetter("stamp")
 
 # Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
 _ENTRY = """\
@@ -141,14 +151,14 @@ class PlanCache:
     :param kernel: The handle's JITFunction (or what the interpreter made of it).
     :param launched: What the launch function calls: the kernel, or the auto-tuner around it.
     :param launch: The generated launch function.
-    :param watch: A function that makes the launch function call a given object in the kernel's place.
+    :param replace: A function that makes of the launch function one that calls a given object in `launched`'s place.
     :param parameters: For each parameter of the launch function, its name and the name of the kernel's parameter that
         takes its address: None for a tensor whose address the kernel does not take, False for a scalar.
     :param never: Why no call of this handle can be planned, or None.
     :param bound: How many plans may be held.
     """
 
-    def __init__(self, *, kernel, launched, launch, watch, parameters, never, bound):
+    def __init__(self, *, kernel, launched, launch, replace, parameters, never, bound):
         self.name = kernel.__name__
         self.number = next(_NUMBERS)
         self.bound = bound
@@ -156,8 +166,10 @@ class PlanCache:
         self.tuned = 0
 
         self._kernel = kernel
+        self._launched = launched
         self._tuner = launched if launched is not kernel else None
         self._launch = launch
+        self._replace = replace
         self._reader = CallReader(
             [(name, pointer is not False) for name, pointer in parameters]
         )
@@ -166,8 +178,6 @@ class PlanCache:
             for index, (_, pointer) in enumerate(parameters)
             if pointer is not False
         ]
-        self._watcher = Watcher(launched)
-        self._watched_launch = watch(self._watcher)
 
         self._clock = itertools.count(1)
         self._clock_looks = 0
@@ -181,10 +191,8 @@ class PlanCache:
         _CACHES[self.number] = self
 
     def _reset(self):
-        # The first is held while an ordinary call is watched or tunes, which takes as long as compiling; the second
-        # only while plans and counters change.
-        self._calling = threading.RLock()
-        self._changing = threading.RLock()
+        # Held while an ordinary call is watched or tunes, which takes as long as compiling.
+        self._calling = CallLock()
         self.recent = ()
         self._plans = {}
         self._queue = []
@@ -200,15 +208,16 @@ class PlanCache:
     def clear(self):
         """Drop all plans. The counters stay."""
 
-        with self._changing:
-            for plan in self._plans.values():
-                plan.is_kept = False
-
-            self._plans.clear()
-            self._queue.clear()
-            self._seen.clear()
+        with _CHANGING:
+            # Not emptied but replaced: this may come in the middle of another change, which goes on with the old ones.
+            # They are freed when nothing is held.
+            plans, self._plans, self._queue = self._plans, {}, []
+            self._seen = set()
             self._unused = 0
             self.recent = ()
+
+            for plan in plans.values():
+                plan.is_kept = False
 
     def after_fork_in_child(self):
         """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
@@ -217,10 +226,9 @@ class PlanCache:
             plan.is_kept = False
 
         self._reset()
-        self._watcher.take()
 
     def info(self):
-        with self._changing:
+        with _CHANGING:
             return CacheInfo(
                 hits=self._hits(),
                 misses=self._misses,
@@ -237,7 +245,7 @@ class PlanCache:
         return next(self._clock) - self._clock_looks
 
     def _count_bypass(self, reason):
-        with self._changing:
+        with _CHANGING:
             self._bypasses[reason] += 1
 
     # The entry, and what it calls.
@@ -307,7 +315,7 @@ class PlanCache:
         def bypass(handle, /, *arguments, **keywords):
             self._count_bypass(reason)
 
-            return self._ordinary(self._launch, arguments, keywords)
+            return self.ordinary(arguments, keywords)
 
         return bypass
 
@@ -345,17 +353,23 @@ class PlanCache:
 
         return self._unused > UNUSED_PLANS
 
-    def ordinary(self, arguments):
+    def ordinary(self, arguments, keywords=_NO_KEYWORDS):
         """A call that gets no plan."""
 
-        return self._ordinary(self._launch, arguments)
+        if self._tuner is not None and _is_nested():
+            # Of the tuner's state, a call's own and results, it shares only the results: so nobody is waited for.
+            launch = self._replace(copy.copy(self._tuner))
+
+            return launch(*arguments, **keywords)
+
+        return self._ordinary(self._launch, arguments, keywords)
 
     def is_new(self, outline):
         """Whether no call of this outline has come yet. From now on one has."""
 
         outline = hash(outline)
 
-        with self._changing:
+        with _CHANGING:
             if outline in self._seen:
                 return False
 
@@ -373,22 +387,31 @@ class PlanCache:
     def _outline_hash(self, plan):
         return hash(self._reader.outline_of(plan.key[-1]))
 
-    def call(self, key, arguments, addresses):
-        """A call that no recent plan fits."""
+    def call(self, call_key, arguments, addresses, *, has_waited=False):
+        """A call that no recent plan fits.
+
+        :param has_waited: Whether it comes again, after it has waited for another call of this handle.
+        """
+
+        if not has_waited and _is_nested():
+            self._count_bypass("nested call")
+
+            return self.ordinary(arguments)
 
         made = self._made
         driver = triton_abi.active_driver()
         device = driver.get_current_device()
         store = self._stores()[device]
         rule = self._tensor_rule(store)
+        whole_key = call_key
 
         if rule is not None:
-            key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
         if self._tuner is not None:
             self._notice_tuner()
 
-        key = (driver, device, self._state(), key)
+        key = (driver, device, self._state(), whole_key)
         plan = self._plans.get(key)
 
         if plan is not None and plan.store is not store:
@@ -407,7 +430,7 @@ class PlanCache:
             return self.ordinary(arguments)
 
         if plan is None:
-            return self._prepare(key, arguments, addresses, made)
+            return self._prepare(key, call_key, arguments, addresses, made)
 
         self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
@@ -428,12 +451,11 @@ class PlanCache:
             # No call that can be planned, and so none that has a plan.
             return None
 
-        with self._changing:
-            if plan is None or not plan.is_kept:
-                return None
+        if plan is None or not plan.is_kept:
+            return None
 
-            if plan.launch is None:
-                self._finish(plan, addresses)
+        if plan.launch is None:
+            self._finish(plan, addresses)
 
         return self._make_repeater(plan, driver, device, plan.state, plan.store)
 
@@ -454,7 +476,7 @@ class PlanCache:
 
     def _notice_tuner(self):
         if len(self._tuner.cache) != self.tuned:
-            with self._calling:
+            with self._calling.held():
                 # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
                 if len(self._tuner.cache) != self.tuned:
                     self.clear()
@@ -479,13 +501,13 @@ class PlanCache:
 
         return reason
 
-    def _ordinary(self, launch, arguments, keywords=types.MappingProxyType({})):
+    def _ordinary(self, launch, arguments, keywords=_NO_KEYWORDS):
         """The unpatched call. An auto-tuner keeps a call's state in itself: one call at a time."""
 
         if self._tuner is None:
             return launch(*arguments, **keywords)
 
-        with self._calling:
+        with self._calling.held():
             try:
                 return launch(*arguments, **keywords)
             finally:
@@ -493,44 +515,43 @@ class PlanCache:
 
     # Plans, made and dropped.
 
-    def _prepare(self, key, arguments, addresses, made):
+    def _prepare(self, key, call_key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
-        with self._calling:
+        with self._calling.held():
             if self._made != made:
                 # While this thread waited, another has made a plan, maybe this one.
-                return self.call(key[-1], arguments, addresses)
+                return self.call(call_key, arguments, addresses, has_waited=True)
+
+            watcher = Watcher(self._launched)
 
             try:
-                self._ordinary(self._watched_launch, arguments)
+                self._ordinary(self._replace(watcher), arguments)
             except BaseException:
-                self._watcher.take()
-
-                with self._changing:
+                with _CHANGING:
                     self._misses += 1
 
                 raise
 
-            launched = self._watcher.take()
-            reason = self._unplannable(launched, arguments)
+            reason = self._unplannable(watcher.launched, arguments)
 
             if reason is not None:
                 self._count_bypass(reason)
 
                 return
 
-            driver, device, state, call = key
+            driver, device, state, whole_key = key
 
             if state[0] is not self._kernel.hash:
                 # The first call compiles, and that gives the kernel its hash.
-                key = (driver, device, self._state(), call)
+                key = (driver, device, self._state(), whole_key)
 
-            self._keep(Plan(key, self._stores()[device], launched))
+            self._keep(Plan(key, self._stores()[device], watcher.launched))
 
     def _unplannable(self, launched, arguments):
         """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
 
-        if launched is None or launched[-1] is None:
+        if launched is None:
             return "not launched"
 
         bound, _, compiled = launched
@@ -557,25 +578,31 @@ class PlanCache:
         return None
 
     def _keep(self, plan):
-        with self._changing:
+        # Freed when nothing is held.
+        dropped = []
+
+        with _CHANGING:
             self._misses += 1
 
             if plan.key in self._plans:
                 # A source was replaced and put back: what was made in between is of no use.
+                dropped += self._plans.values()
                 self.clear()
 
-            while len(self._plans) >= self.bound:
+            plans, queue = self._plans, self._queue
+
+            while len(plans) >= self.bound:
                 if _is_capturing():
                     # What is unloaded during a capture breaks it. The call was right without its plan being kept.
                     return
 
-                self._evict()
+                dropped.append(self._evict(plans, queue))
 
             self._clock_looks += 1
             self._made += 1
             plan.stamp = next(self._clock)
-            self._plans[plan.key] = plan
-            heapq.heappush(self._queue, (plan.stamp, plan))
+            plans[plan.key] = plan
+            heapq.heappush(queue, (plan.stamp, plan))
 
             if self.is_sparing:
                 self._seen.add(self._outline_hash(plan))
@@ -585,47 +612,60 @@ class PlanCache:
             if self._unused == UNUSED_PLANS + 1:
                 self._see_plans_only()
 
-    def _evict(self):
+    def _evict(self, plans, queue):
         """Drop the least recently used plan. Stamps in the queue lag behind, and are brought up to date here."""
 
-        while self._queue[0][0] != self._queue[0][1].stamp:
-            plan = self._queue[0][1]
-            heapq.heapreplace(self._queue, (plan.stamp, plan))
+        while queue[0][0] != queue[0][1].stamp:
+            plan = queue[0][1]
+            heapq.heapreplace(queue, (plan.stamp, plan))
 
-        _, plan = heapq.heappop(self._queue)
-        del self._plans[plan.key]
+        _, plan = heapq.heappop(queue)
+        del plans[plan.key]
         plan.is_kept = False
-        self.recent = tuple(other for other in self.recent if other is not plan)
+        self._show(plans, [other for other in self.recent if other is not plan])
         self._evictions += 1
+
+        return plan
+
+    def _show(self, plans, recent):
+        """Let the next call be compared with these of `plans`, unless all of them have been dropped meanwhile."""
+
+        self.recent = tuple(recent)
+
+        if self._plans is not plans:
+            self.recent = ()
 
     def _remember(self, plan, arguments, addresses, *, can_guard):
         """Make `plan` one of those that the next call is compared with first."""
 
-        with self._changing:
-            scalars = self._reader.scalars_of(arguments)
+        scalars = self._reader.scalars_of(arguments)
+        is_refused = True
 
-            if plan.launch is None:
-                self._finish(plan, addresses)
-                is_refused = True
-            else:
-                # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd
-                # mode, or one was passed twice.
-                is_refused = plan in self.recent and all(
-                    map(operator.is_, scalars, plan.scalars)
-                )
+        if plan.launch is None:
+            self._finish(plan, addresses)
+        else:
+            # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
+            # one was passed twice.
+            is_refused = plan in self.recent and all(
+                map(operator.is_, scalars, plan.scalars)
+            )
 
-            if is_refused and can_guard:
-                plan.fits = tensor_guard(self._reader.tensors_of(arguments))
+        fits = None
 
+        if is_refused and can_guard:
+            fits = tensor_guard(self._reader.tensors_of(arguments))
+
+        # What is built of many objects, where the collector mostly comes, is there by now.
+        with _CHANGING:
+            plan.fits = fits or plan.fits
             plan.scalars = scalars
+            plans = self._plans
 
             if plan.fits is None or not plan.is_kept or plan in self.recent:
                 return
 
-            newest_first = sorted(
-                self.recent, key=operator.attrgetter("stamp"), reverse=True
-            )
-            self.recent = (plan, *newest_first[: RECENT_PLANS - 1])
+            newest_first = sorted(self.recent, key=_STAMP, reverse=True)
+            self._show(plans, (plan, *newest_first[: RECENT_PLANS - 1]))
 
     def _finish(self, plan, addresses):
         """Prepare the launch of a plan that is used for the first time.
@@ -633,8 +673,16 @@ class PlanCache:
         A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
         """
 
-        self._unused = 0
-        bound, grid, compiled = plan.launched
+        with _CHANGING:
+            self._unused = 0
+
+        launched = plan.launched
+
+        if len(launched) == 1:
+            # Another thread, or a finalizer in this one, has just done it.
+            return
+
+        bound, grid, compiled = launched
         form = self._forms.get(compiled)
 
         if form is None:
@@ -646,8 +694,19 @@ class PlanCache:
         )
         aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
         plan.alignments = 0 if all(aligned) else aligned
+        # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)
+
+
+def _is_nested():
+    """Whether this thread is in the middle of a call that others may wait for, or of a change of plans.
+
+    Python runs finalizers and signal handlers anywhere. A call that comes from one must not wait for another thread, which
+    may be waiting for this one, and must find no plans that have changed by half.
+    """
+
+    return is_held_here(_CHANGING) or is_in_a_call()
 
 
 def _is_capturing():
@@ -684,6 +743,10 @@ def infos():
 
 
 def _after_fork_in_child():
+    global _CHANGING
+
+    _CHANGING = threading.RLock()
+
     for cache in caches():
         cache.after_fork_in_child()
 

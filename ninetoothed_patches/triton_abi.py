@@ -199,8 +199,10 @@ def tensor_rule(store):
         # 3.2 finds its kernels by type and alignment alone, whatever the backend does later.
         return None
 
-    backend = store[-2]
+    return _tensor_rule_of(store[-2])
 
+
+def _tensor_rule_of(backend):
     for name, arguments in (
         ("get_tensor_specialization", ()),
         ("get_arg_specialization", ("tensor",)),
@@ -214,6 +216,23 @@ def tensor_rule(store):
             return lambda tensor: rule(tensor, *arguments, align=True)
 
     return None
+
+
+def tensor_attributes(target):
+    """What the compiler is told of a tensor, beside its type, where a launch on `target` is what compiles.
+
+    :return: A function of a tensor that returns pairs of an attribute's name and its value.
+    """
+
+    backend = triton.compiler.make_backend(target)
+    rule = _tensor_rule_of(backend) or _alignment
+
+    return lambda tensor: backend.parse_attr(rule(tensor))
+
+
+def _alignment(tensor):
+    # As every backend writes it that looks at nothing else.
+    return "D" if tensor.data_ptr() % 16 == 0 else ""
 
 
 def kernel_arguments(compiled, bound):
@@ -240,8 +259,10 @@ def c_launch(launcher, arguments):
     `self.launch`. What it adds is found out by asking: a copy of the launcher is called with a `launch` that only notes
     its arguments. So neither a version's order of arguments nor a vendor's is written down here.
 
+    :param arguments: May be placeholders: a launcher that computes with them cannot be asked.
     :return: The C function and its arguments, or None if the launcher does something on every call (allocates scratch
-        memory, adds a sanitizer's state) or is not one of Triton's own: then it has to be called itself.
+        memory, adds a sanitizer's state, computes with the grid) or is not one of Triton's own: then it has to be called
+        itself.
     """
 
     if not type(launcher).__module__.startswith("triton.backends."):
@@ -258,6 +279,11 @@ def c_launch(launcher, arguments):
     noted = []
     probe = copy.copy(launcher)
     probe.launch = lambda *given: noted.append(given)
-    probe(*arguments)
 
-    return launcher.launch, noted[0]
+    try:
+        probe(*arguments)
+    except Exception:
+        # Whatever it does with its arguments, it is not to hand them on.
+        return None
+
+    return (launcher.launch, noted[0]) if len(noted) == 1 else None

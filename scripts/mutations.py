@@ -278,7 +278,7 @@ _LAUNCH_PLANS = (
         file=_CACHE,
         old="""\
         if rule is not None:
-            key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
 """,
         new="",
@@ -356,16 +356,16 @@ _LAUNCH_PLANS = (
     Mutation(
         name="one-plan-too-many",
         file=_CACHE,
-        old="            while len(self._plans) >= self.bound:\n",
-        new="            while len(self._plans) > self.bound:\n",
+        old="            while len(plans) >= self.bound:\n",
+        new="            while len(plans) > self.bound:\n",
         promise="The cache is bounded by `max_plans`.",
         tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="first-plan-made-goes-first",
         file=_CACHE,
-        old="        while self._queue[0][0] != self._queue[0][1].stamp:\n",
-        new="        while self._queue[0][0] > self._queue[0][1].stamp:\n",
+        old="        while queue[0][0] != queue[0][1].stamp:\n",
+        new="        while queue[0][0] > queue[0][1].stamp:\n",
         promise="The plan that was used least recently goes first.",
         tests=(_PLAN_CACHE,),
     ),
@@ -373,14 +373,14 @@ _LAUNCH_PLANS = (
         name="eviction-during-a-capture",
         file=_CACHE,
         old="                if _is_capturing():\n",
-        new="                if not self._plans:\n",
+        new="                if not plans:\n",
         promise="Nothing is evicted while a CUDA graph is captured.",
         tests=(_HAZARDS,),
     ),
     Mutation(
         name="evicted-plan-is-still-recent",
         file=_CACHE,
-        old="        self.recent = tuple(other for other in self.recent if other is not plan)\n",
+        old="        self._show(plans, [other for other in self.recent if other is not plan])\n",
         new="",
         promise="An evicted plan is gone.",
         tests=(_PLAN_CACHE,),
@@ -389,11 +389,11 @@ _LAUNCH_PLANS = (
         name="evicted-plan-is-still-repeated",
         file=_CACHE,
         old="""\
-        del self._plans[plan.key]
+        del plans[plan.key]
         plan.is_kept = False
 """,
         new="""\
-        del self._plans[plan.key]
+        del plans[plan.key]
 """,
         promise="A repeater launches nothing once its plan was evicted.",
         tests=(_REPEATER,),
@@ -488,8 +488,8 @@ _LAUNCH_PLANS = (
     Mutation(
         name="first-candidate-of-the-tuner-is-planned",
         file="ninetoothed_patches/launch_plan.py",
-        old="            self._launched = bound, size\n",
-        new="            self._launched = self._launched or (bound, size)\n",
+        old="            asked = bound, size\n",
+        new="            asked = asked or (bound, size)\n",
         promise="A plan of an auto-tuned kernel is the winner's, not a candidate's.",
         tests=(_TUNING,),
     ),
@@ -597,6 +597,90 @@ _LAUNCH_PLANS = (
         new="            path.write_bytes(content)\n",
         promise="A source appears whole: no process reads half of it.",
         tests=(_SOURCE_FILES + "::test_a_file_is_replaced_at_once",),
+    ),
+    Mutation(
+        name="cancelled-compilation-is-planned",
+        file="ninetoothed_patches/launch_plan.py",
+        old="            self.launched = None if compiled is None else (*asked, compiled)\n",
+        new="            self.launched = (*asked, compiled)\n",
+        promise="A call whose compilation a hook cancels launches nothing, and raises nothing.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
+        name="call-within-a-call-waits",
+        file=_CACHE,
+        old="    return is_held_here(_CHANGING) or is_in_a_call()\n",
+        new="    return is_held_here(_CHANGING)\n",
+        promise="A call that comes in the middle of another waits for no other thread.",
+        tests=(_HAZARDS + "::test_calls_within_calls_wait_for_no_other_thread",),
+    ),
+    Mutation(
+        name="call-within-a-change-waits",
+        file=_CACHE,
+        old="    return is_held_here(_CHANGING) or is_in_a_call()\n",
+        new="    return is_in_a_call()\n",
+        promise="A call that comes in the middle of a change waits for no other thread.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="call-within-a-tuning-shares-its-state",
+        file=_CACHE,
+        old="self._replace(copy.copy(self._tuner))",
+        new="self._replace(self._tuner)",
+        promise="A call that comes in the middle of a tuning leaves that as it is.",
+        tests=(_HAZARDS + "::test_a_call_within_a_tuning",),
+    ),
+    Mutation(
+        name="plans-cleared-in-a-change-come-back",
+        file=_CACHE,
+        old="        if self._plans is not plans:\n            self.recent = ()\n",
+        new="",
+        promise="`clear_plans` drops all plans, also in the middle of a change.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="evicted-plans-are-freed-in-a-change",
+        file=_CACHE,
+        old="                dropped.append(self._evict(plans, queue))\n",
+        new="                self._evict(plans, queue)\n",
+        promise="What is dropped is freed while nothing is held.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="waiting-thread-adds-the-backends-rule-again",
+        file=_CACHE,
+        old="return self.call(call_key, arguments",
+        new="return self.call(key[-1], arguments",
+        promise="A call that has waited has the key of one that has not.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="arguments-that-are-not-known-are-true",
+        file="ninetoothed_patches/launch_plan.py",
+        old="""\
+    def __bool__(self):
+        raise TypeError(""",
+        new="""\
+    def is_true(self):
+        raise TypeError(""",
+        promise="A launcher that looks at the grid is called itself.",
+        tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="launcher-that-launches-twice-launches-once",
+        file=_ABI,
+        old="    return (launcher.launch, noted[0]) if len(noted) == 1 else None\n",
+        new="    return (launcher.launch, noted[0]) if noted else None\n",
+        promise="A launcher that does not launch exactly once is called itself.",
+        tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="offline-without-the-backends-rule",
+        file=_ABI,
+        old="    rule = _tensor_rule_of(backend) or _alignment\n",
+        new="    rule = _alignment\n",
+        promise="What is compiled offline is what a launch compiles, for an AMD GPU too.",
+        tests=("tests/test_host_driver.py",),
     ),
 )
 

@@ -103,6 +103,8 @@ class RecordingDriver:
         # Raised instead of benchmarking or launching, if it is set.
         self.benchmark_error = None
         self.launch_error = None
+        # Called before each launch, if it is set.
+        self.on_launch = None
         self.utils = types.SimpleNamespace(
             get_device_properties=self._get_device_properties,
             load_binary=self._load_binary,
@@ -184,6 +186,9 @@ class RecordingDriver:
     def _record(self, *args):
         if self.launch_error is not None:
             raise self.launch_error
+
+        if self.on_launch is not None:
+            self.on_launch()
 
         *args, last = args
         flat = [*args, *(last if isinstance(last, tuple) else (last,))]

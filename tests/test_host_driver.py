@@ -5,6 +5,7 @@ import pytest
 import torch
 import triton
 from ninetoothed import Tensor, block_size
+from recording_driver import GFX942, SM_90, recording
 from threads import in_threads
 from triton.backends.compiler import GPUTarget
 
@@ -12,6 +13,11 @@ from ninetoothed_patches import host_driver
 
 without_a_driver = pytest.mark.skipif(
     host_driver.driver_is_present(), reason="Triton has a driver here"
+)
+
+needs_a_linker_for_amd = pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5),
+    reason="before 3.5 Triton has no linker for AMD's code",
 )
 
 
@@ -244,6 +250,63 @@ def test_it_is_the_binary_of_a_launch(monkeypatch, tmp_path):
     launched = host_driver.compile_call(handle, x, y, target="sm_90")
 
     assert offline.asm["cubin"] == launched.asm["cubin"]
+
+
+def tensors_for_a_launch(layout):
+    if layout == "misaligned":
+        return torch.zeros(1025)[1:].view(16, 64), torch.zeros(16, 64)
+
+    if layout == "storage beyond 2 GiB":
+        # Address space only: the pages are never touched.
+        return torch.empty(3 * 2**28)[:1024].view(16, 64), torch.zeros(16, 64)
+
+    # Neither divisible by 16 nor 1, or both.
+    count = {"aligned": 16, "7 rows": 7, "1 row": 1}[layout]
+
+    return torch.zeros(count, 64), torch.zeros(count, 64)
+
+
+@pytest.mark.parametrize(
+    "layout", ["aligned", "7 rows", "1 row", "misaligned", "storage beyond 2 GiB"]
+)
+@pytest.mark.parametrize(
+    "target",
+    [SM_90, pytest.param(GFX942, marks=needs_a_linker_for_amd)],
+    ids=["sm_90", "gfx942"],
+)
+def test_the_compiler_is_told_what_a_launch_tells_it(monkeypatch, target, layout):
+    """Types, constants, and what the backend wants to know of tensors: on an AMD GPU the size of their storages."""
+
+    # The default from Triton 3.6 on.
+    monkeypatch.setenv("AMDGCN_USE_BUFFER_OPS", "1")
+    handle = make()
+    x, y = tensors_for_a_launch(layout)
+
+    with recording(target):
+        handle(x, y)
+        (launched,) = compiled_kernels(handle)
+        offline = host_driver.compile_call(handle, x, y, target=target)
+
+    sources = [
+        (
+            source.signature,
+            source.constants,
+            {index: value for index, value in source.attrs.items() if value},
+        )
+        for source in (launched.src, offline.src)
+    ]
+
+    assert sources[0] == sources[1]
+
+    assembly = "ptx" if target is SM_90 else "amdgcn"
+
+    assert launched.asm[assembly] == offline.asm[assembly]
+
+
+def compiled_kernels(handle):
+    (store,) = handle._kernel.device_caches.values()
+
+    return store[0].values()
 
 
 def test_an_auto_tuned_handle_is_refused():

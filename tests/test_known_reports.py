@@ -170,7 +170,9 @@ def test_a_finalizer_may_call_a_kernel_at_any_time(driver):
     info = handle.cache_info()
 
     assert calls == 400
-    assert info.hits + info.misses == calls == len(driver.take())
+    assert info.bypasses.keys() <= {"nested call"}
+    assert info.hits + info.misses + sum(info.bypasses.values()) == calls
+    assert len(driver.take()) == calls
     assert info.plans <= 2
 
 

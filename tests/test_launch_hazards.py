@@ -849,6 +849,132 @@ def test_what_triton_reads_on_each_call_is_another_plan(
     assert scale.counts == (2, 2, 0)
 
 
+# Calls that launch nothing, or in whose middle there is another.
+
+
+@pytest.fixture
+def cancel_compilations(monkeypatch):
+    """A hook by which Triton is told that a kernel is compiled elsewhere. What undoes it is returned."""
+
+    knobs = getattr(triton, "knobs", None)
+
+    if knobs is None:
+        monkeypatch.setattr(triton.runtime.JITFunction, "cache_hook", lambda **_: True)
+    else:
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **_: True)
+
+    return monkeypatch.undo
+
+
+def test_a_cancelled_compilation_is_no_launch(driver, cancel_compilations):
+    """The twin launches nothing and raises nothing, and there is nothing to make a plan from."""
+
+    pair = Pair("scale", driver)
+    x, o = rows(), rows()
+
+    assert pair.call(x, 0.5, o) is None
+    assert pair.info.bypasses == {"not launched": 1}
+
+    cancel_compilations()
+
+    for _ in range(2):
+        assert pair.call(x, 0.5, o) is not None
+
+    assert pair.counts == (1, 1, 1)
+
+
+def call_once_within_the_launch(driver, call):
+    """Let the next launch be interrupted by `call`, as by a finalizer."""
+
+    def interrupt():
+        driver.on_launch = None
+        call()
+
+    driver.on_launch = interrupt
+
+
+@pytest.mark.parametrize("count", [8, 4])
+def test_a_call_within_a_call(driver, count):
+    """A finalizer calls the handle while a call of it is watched: both launch, and the outer one has its plan."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    outer, inner = (rows(8), 0.5, rows(8)), (rows(count), 0.5, rows(count))
+    call_once_within_the_launch(driver, lambda: handle(*inner))
+    handle(*outer)
+    records = driver.take()
+
+    for record, (x, _, o) in zip(records, (inner, outer), strict=True):
+        assert {x.data_ptr(), o.data_ptr()} <= set(record.values)
+
+    assert handle.cache_info().bypasses == {"nested call": 1}
+    handle(*outer)
+    assert driver.take() == records[1:]
+    handle(*inner)
+    assert driver.take() == records[:1]
+    assert handle.cache_info().hits >= 1
+
+
+def test_a_call_within_a_tuning(driver):
+    """It has the tuner's results, and no state in common with the call that it interrupts."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale_t())
+    outer, inner = (vector(), 0.5, vector()), (vector(16), 2.0, vector(16))
+    call_once_within_the_launch(driver, lambda: handle(*inner))
+    handle(*outer)
+    records = driver.take()
+
+    for x, _, o in (inner, outer):
+        assert any({x.data_ptr(), o.data_ptr()} <= set(one.values) for one in records)
+
+    assert handle.cache_info().bypasses == {"nested call": 1}
+
+    for arguments in (outer, inner):
+        handle(*arguments)
+        handle(*arguments)
+        assert len(set(driver.take())) == 1
+
+
+@pytest.mark.parametrize("name", ["scale", "scale_t"])
+def test_calls_within_calls_wait_for_no_other_thread(driver, name):
+    """Two threads are in the first call of a handle each, and each calls the other's there."""
+
+    handles = [
+        ninetoothed_patches.planned(getattr(launch_kernels, name)()) for _ in range(2)
+    ]
+    make = vector if name == "scale_t" else rows
+    both_launch = threading.Barrier(2)
+    of_thread = threading.local()
+
+    def interrupt():
+        index, of_thread.index = of_thread.index, None
+
+        if index is not None:
+            both_launch.wait(30)
+            handles[1 - index](make(), 0.5, make())
+
+    def call(index):
+        of_thread.index = index
+        handles[index](make(), 0.5, make())
+        is_done[index] = True
+
+    driver.on_launch = interrupt
+    is_done = [False, False]
+    threads = [
+        threading.Thread(target=call, args=(index,), daemon=True) for index in range(2)
+    ]
+
+    for thread in threads:
+        thread.start()
+
+    for thread in threads:
+        thread.join(30)
+
+    assert is_done == [True, True]
+
+    for handle in handles:
+        assert handle.cache_info().bypasses == {"nested call": 1}
+
+
 # Threads. Tuned kernels are in test_triton_runtime_auto_tuning.
 
 

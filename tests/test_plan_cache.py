@@ -1,6 +1,10 @@
 """The cache of one handle: bounded, counted, dropped."""
 
+import functools
 import gc
+import itertools
+import sys
+import threading
 import weakref
 
 import launch_kernels
@@ -10,7 +14,7 @@ from recording_driver import recording
 from triton.compiler import CompiledKernel
 
 import ninetoothed_patches
-from ninetoothed_patches import plan_cache
+from ninetoothed_patches import locks, plan_cache, triton_abi
 from ninetoothed_patches.plan_cache import RECENT_PLANS, UNUSED_PLANS
 
 
@@ -287,3 +291,241 @@ def test_few_plans_are_compared_before_a_key_is_made(driver):
     recent = handle._cache.recent
     assert len(recent) == RECENT_PLANS
     assert handle._cache.info().plans == 8
+
+
+# A finalizer, or a signal handler, in the middle of a change: here it comes at each line of one.
+
+
+def interrupt_change(position, function, interrupt):
+    """Call `function`, and `interrupt` at the line that comes as number `position` while plans change.
+
+    :return: Whether there is such a line.
+    """
+
+    remaining = position
+
+    def trace(frame, event, argument):
+        nonlocal remaining
+
+        if frame.f_code.co_filename != plan_cache.__file__:
+            return None
+
+        if event == "line" and locks.is_held_here(plan_cache._CHANGING):
+            if remaining == 0:
+                sys.settrace(None)
+                interrupt()
+
+            remaining -= 1
+
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+
+    return remaining < 0
+
+
+def check(cache):
+    """That what a cache holds fits together."""
+
+    assert len(cache._plans) <= cache.bound
+    assert {id(plan) for _, plan in cache._queue} == set(map(id, cache._plans.values()))
+    assert len(cache._queue) == len(cache._plans)
+    assert all(plan.is_kept for plan in cache._plans.values())
+    assert all(cache._plans.get(plan.key) is plan for plan in cache.recent)
+
+
+@pytest.mark.parametrize("change", ["make", "use", "clear"])
+@pytest.mark.parametrize("interruption", ["new", "known", "clear"])
+def test_a_change_may_be_interrupted_anywhere(driver, change, interruption):
+    """By calls and by `clear_plans`: each call launches once, and no plan that was dropped comes back."""
+
+    raw = launch_kernels.scale()
+    tensors = {count: rows(count) for count in range(1, 5)}
+
+    def is_interrupted(position):
+        handle = ninetoothed_patches.planned(raw, max_plans=2)
+        driver.clear()
+
+        def call(*counts):
+            for count in counts:
+                handle(tensors[count], 0.5, tensors[count])
+
+        changes = {
+            "make": lambda: call(3),
+            "use": lambda: call(2),
+            "clear": handle._cache.clear,
+        }
+        interruptions = {
+            "new": lambda: call(4),
+            "known": lambda: call(1),
+            "clear": handle._cache.clear,
+        }
+        call(1, 1, 1, 2)
+        was_interrupted = interrupt_change(
+            position, changes[change], interruptions[interruption]
+        )
+        check(handle._cache)
+
+        if change == "clear":
+            assert handle._cache.info().plans == 0
+
+        for count in (1, 2, 3, 4, 1, 2, 3, 4):
+            call(count)
+            check(handle._cache)
+
+        num_calls = 12 + (change != "clear")
+        num_calls += was_interrupted and interruption != "clear"
+        info = handle.cache_info()
+        assert info.hits + info.misses + sum(info.bypasses.values()) == num_calls
+        assert len(driver.take()) == num_calls
+
+        return was_interrupted
+
+    positions = itertools.takewhile(is_interrupted, itertools.count())
+    assert len(list(positions)) > 3
+
+
+def test_an_interrupted_change_waits_for_no_other_thread(driver):
+    """One that is in its first call, and may need the change to end."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    tensors = [rows(count) for count in range(1, 9)]
+    is_launching, may_launch = threading.Event(), threading.Event()
+    interrupted = []
+
+    def call(index):
+        handle(tensors[index], 0.5, tensors[index])
+
+    # More than are compared before a key is made.
+    for index in range(6):
+        call(index)
+
+    def launch_late():
+        if threading.current_thread() is other:
+            is_launching.set()
+            may_launch.wait(30)
+
+    def interrupt():
+        call(7)
+        interrupted.append(not may_launch.is_set())
+
+    def change():
+        for position in range(12):
+            interrupt_change(position, functools.partial(call, position % 6), interrupt)
+
+        interrupt_change(3, handle._cache.clear, interrupt)
+
+    driver.on_launch = launch_late
+    other, changing = (
+        threading.Thread(target=target, args=args, daemon=True)
+        for target, args in ((call, (6,)), (change, ()))
+    )
+    other.start()
+    assert is_launching.wait(30)
+    changing.start()
+    changing.join(20)
+    may_launch.set()
+
+    for thread in (changing, other):
+        thread.join(20)
+        assert not thread.is_alive()
+
+    assert len(interrupted) > 3
+    assert all(interrupted)
+    check(handle._cache)
+
+
+def test_what_is_built_for_a_plan_is_built_while_nothing_is_held(driver, monkeypatch):
+    """Guards and launches are many objects, and so the collector's usual occasion to run finalizers."""
+
+    held = []
+
+    def note(function):
+        def noting(*arguments):
+            held.append(locks.is_held_here(plan_cache._CHANGING))
+
+            return function(*arguments)
+
+        return noting
+
+    for name in ("tensor_guard", "LaunchForm"):
+        monkeypatch.setattr(plan_cache, name, note(getattr(plan_cache, name)))
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+
+    for offset in (0, 0, 1, 1):
+        x = rows(offset=offset)
+        handle(x, 0.5, x)
+
+    x = rows(4)
+    handle(x, 0.5, x)
+    assert ninetoothed_patches.repeater(handle, x, 0.5, x) is not None
+    assert held == [False] * 4
+
+
+def test_dropped_plans_are_freed_while_nothing_is_held(driver):
+    """Their kernels, which may be the last to go, have finalizers."""
+
+    held = []
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
+    cache = handle._cache
+
+    def watch_plans():
+        for plan in cache._plans.values():
+            weakref.finalize(
+                plan.launch,
+                lambda: held.append(locks.is_held_here(plan_cache._CHANGING)),
+            )
+
+    for count in (1, 1, 2, 2):
+        handle(x := rows(count), 0.5, x)
+
+    watch_plans()
+    handle(x := rows(3), 0.5, x)
+    assert held == [False]
+    cache.clear()
+    assert held == [False] * 2
+
+
+# What else the backend specialises on.
+
+
+def test_a_call_that_waited_has_the_key_of_one_that_did_not(driver, monkeypatch):
+    """The backend's classes of its tensors stand in it once."""
+
+    monkeypatch.setattr(triton_abi, "tensor_rule", lambda store: lambda tensor: "S")
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    is_launching, is_waiting = threading.Event(), threading.Event()
+    x, other = rows(8), rows(4)
+    prepare = handle._cache._prepare
+
+    def launch_late():
+        driver.on_launch = None
+        is_launching.set()
+        is_waiting.wait(30)
+
+    def prepare_after_another(*arguments):
+        if threading.current_thread() is late:
+            is_waiting.set()
+
+        return prepare(*arguments)
+
+    handle._cache._prepare = prepare_after_another
+    driver.on_launch = launch_late
+    early, late = (
+        threading.Thread(target=handle, args=(tensor, 0.5, tensor))
+        for tensor in (other, x)
+    )
+    early.start()
+    assert is_launching.wait(30)
+    late.start()
+    early.join(30)
+    late.join(30)
+    handle(x, 0.5, x)
+    assert counts(handle) == (1, 2, 0, 2)

@@ -154,9 +154,9 @@ def test_no_sum_of_a_product_is_left_to_the_compiler(monkeypatch, dtype):
 
 @needs_triton_3_5
 def test_compiles_for_gfx942(monkeypatch):
-    """Nothing in the kernels is NVIDIA's."""
+    """Nothing in the kernels is NVIDIA's. Of tensors below 2 GiB, Triton 3.6 and later load from buffers."""
 
     binary, of_sum = compile_kernels(monkeypatch, target="gfx942")
 
-    assert "global_load_dwordx4" in binary.asm["amdgcn"]
-    assert "global_load_dword" in of_sum.asm["amdgcn"]
+    assert re.search(r"\b(?:global|buffer)_load_dwordx4\b", binary.asm["amdgcn"])
+    assert re.search(r"\b(?:global|buffer)_load_dword", of_sum.asm["amdgcn"])

@@ -203,11 +203,11 @@ def test_padded_tokens_compile():
 @needs_triton_3_5
 @pytest.mark.parametrize("sources", ["", "kv"])
 def test_compiles_for_gfx942(sources):
-    """Nothing in the kernels is NVIDIA's."""
+    """Nothing in the kernels is NVIDIA's. In tensors below 2 GiB, Triton 3.6 and later store through buffers."""
 
     binary = compile_pack("gfx942", sources=sources, heads=32, kv_heads=32)
 
-    assert "global_store_dwordx4" in binary.asm["amdgcn"]
+    assert re.search(r"\b(?:global|buffer)_store_dwordx4\b", binary.asm["amdgcn"])
 
 
 @pytest.mark.parametrize("order", _heads.ORDERS, ids="-".join)

@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import ninetoothed_patches
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import plan_cache, triton_abi
 from ninetoothed_patches.launch_plan import Watcher
 
 
@@ -128,6 +128,61 @@ def test_a_launcher_of_unknown_kind_is_called_itself():
     assert triton_abi.c_launch(print, (1,)) is None
 
 
+class Computing(Launcher):
+    """Launches unless `is_empty` of the grid."""
+
+    __module__ = Launcher.__module__
+
+    def __init__(self, is_empty):
+        super().__init__(launch=lambda *args: active_driver()._record(*args))
+        self.is_empty = is_empty
+
+    def __call__(self, *args):
+        if not self.is_empty(*args[:3]):
+            self.launch(*args)
+
+
+def active_driver():
+    return triton.runtime.driver.active
+
+
+@pytest.mark.parametrize(
+    "is_empty",
+    [
+        pytest.param(lambda x, y, z: x * y * z == 0, id="product"),
+        pytest.param(lambda x, y, z: x == 0, id="comparison"),
+        pytest.param(lambda x, y, z: not x, id="truth"),
+        pytest.param(lambda *grid: 0 in grid, id="membership"),
+    ],
+)
+def test_a_launcher_that_computes_with_the_grid_is_called_itself(is_empty):
+    """At each call, with the grid of that call."""
+
+    with recording() as driver:
+        driver.launcher_cls = lambda source, metadata: Computing(is_empty)
+        pair = Pair("scale", driver)
+
+        for _ in range(3):
+            assert pair.call(rows(), 0.5, rows()) is not None
+            assert pair.call(rows(0), 0.5, rows(0)) is None
+
+        assert pair.counts == (4, 2, 0)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_launcher_that_does_not_launch_once_is_called_itself(times):
+    """A plan launches once."""
+
+    class Repeating(Launcher):
+        __module__ = Launcher.__module__
+
+        def __call__(self, *args):
+            for _ in range(times):
+                self.launch(*args)
+
+    assert triton_abi.c_launch(Repeating(launch=print), (1,)) is None
+
+
 def test_a_kernel_with_scratch_memory_allocates_it_on_each_call():
     """The allocator that is set at the call is asked at the call."""
 
@@ -199,19 +254,23 @@ def test_a_kernel_that_could_not_be_loaded_is_not_planned():
 def test_a_kernel_without_a_loaded_function_is_not_planned(monkeypatch):
     """A plan launches that function: a Triton that loads later is left to do so."""
 
-    take = Watcher.take
+    class WatcherOfUnloaded(Watcher):
+        @property
+        def launched(self):
+            bound, grid, _ = self._launched
 
-    def take_unloaded(self):
-        bound, grid, _ = take(self)
+            return bound, grid, types.SimpleNamespace(function=None)
 
-        return bound, grid, types.SimpleNamespace(function=None)
+        @launched.setter
+        def launched(self, launched):
+            self._launched = launched
 
     with recording() as driver:
         pair = Pair("scale", driver)
         x = rows()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Watcher, "take", take_unloaded)
+            patch.setattr(plan_cache, "Watcher", WatcherOfUnloaded)
             pair.call(x, 0.5, x)
 
         assert pair.info.bypasses == {"not loaded": 1}
