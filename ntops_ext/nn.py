@@ -2,7 +2,7 @@
 
 import torch
 
-from ntops_ext.torch import _checks, gated_rms_norm
+from ntops_ext.torch import _checks, _rows, gated_rms_norm
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -59,6 +59,12 @@ class GatedRMSNorm(torch.nn.Module):
         if hidden_size < 1:
             raise ValueError(f"`hidden_size` must be positive, but is {hidden_size}.")
 
+        if hidden_size > _rows.MAX_COLUMNS:
+            raise ValueError(
+                f"`hidden_size` must be at most {_rows.MAX_COLUMNS}, for kernels compute"
+                f" offsets in 32 bits, but is {hidden_size}."
+            )
+
         for name, value in (("bias", bias), ("elementwise_affine", elementwise_affine)):
             if not isinstance(value, bool):
                 raise TypeError(
@@ -88,7 +94,7 @@ class GatedRMSNorm(torch.nn.Module):
             )
 
         self._check(bias, dtype)
-        _check_device(device)
+        _checks.check_device_is_usable(device)
 
         for name, is_present in (("weight", elementwise_affine), ("bias", bias)):
             parameter = None
@@ -177,25 +183,3 @@ class GatedRMSNorm(torch.nn.Module):
             options.append("bias=True")
 
         return ", ".join([str(self.hidden_size), f"eps={self.eps!r}", *options])
-
-
-def _check_device(device):
-    """Refuse what PyTorch can make no parameters on, whose own errors name no argument.
-
-    :raises TypeError: If `device` is nothing that names a device.
-    :raises ValueError: If it names none that there is here.
-    """
-
-    try:
-        torch.empty(0, device=device)
-    except TypeError as error:
-        raise TypeError(
-            f"`device` must be a torch.device, a name or a number of one, or None, but is"
-            f" {device!r}."
-        ) from error
-    except (AssertionError, ImportError, RuntimeError) as error:
-        # A PyTorch that was built without CUDA asserts that it has it, and one without a module for a device imports it.
-        raise ValueError(
-            f"`device` must be a device that PyTorch can use here, but is {device!r}:"
-            f" {error}"
-        ) from error

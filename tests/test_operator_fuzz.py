@@ -8,6 +8,7 @@
 import os
 
 import hypothesis
+import numpy as np
 import operator_fuzz as fuzz
 import operator_fuzz_gated_rms_norm as of_norm
 import operator_fuzz_module as of_module
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from ntops_ext.nn import GatedRMSNorm
-from ntops_ext.torch import gated_rms_norm, qk_norm_rope
+from ntops_ext.torch import eager_rounding, gated_rms_norm, qk_norm_rope
 
 pytestmark = [
     # Of the kinds of tensors that are tried.
@@ -147,11 +148,111 @@ def test_a_gradient_at_an_odd_offset_is_taken():
     assert torch.equal(actual, expected)
 
 
+NO_DEVICES = ["nowhere", 1.5, [], object(), "privateuseone", -7, 2**70]
+
+
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("device", ["nowhere", 1.5, [], object(), "privateuseone"])
+@pytest.mark.parametrize("device", NO_DEVICES)
 def test_a_device_that_there_is_not_is_refused_by_name(device, affine):
-    with pytest.raises((TypeError, ValueError, RuntimeError), match="`device`"):
+    with pytest.raises((TypeError, ValueError), match="`device`"):
         GatedRMSNorm(8, device=device, elementwise_affine=affine)
+
+
+@pytest.mark.parametrize("device", [*NO_DEVICES, "meta"])
+def test_no_rounding_is_found_out_on_a_device_that_there_is_not(device):
+    with pytest.raises((TypeError, ValueError), match="`device`"):
+        eager_rounding(device=device)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_a_group_size_may_be_narrower_than_the_number_of_columns(kind):
+    """NumPy 2 divides by no scalar whose type does not hold the dividend."""
+
+    input = torch.randn(2, 512)
+    expected = gated_rms_norm(input, group_size=64)
+    assert torch.equal(gated_rms_norm(input, group_size=kind(64)), expected)
+
+    with pytest.raises(ValueError, match="`group_size`.*512"):
+        gated_rms_norm(input, group_size=kind(0))
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_an_out_of_inference_mode_is_refused_by_name(is_recorded):
+    """PyTorch writes it in inference mode only, and names no argument."""
+
+    input, heads, rope = torch.ones(2, 8), torch.ones(1, 2, 1, 8), torch.ones(2, 4) + 0j
+
+    with torch.inference_mode():
+        out, out_of_heads = torch.empty(2, 8), torch.empty(1, 2, 1, 8)
+        assert gated_rms_norm(input, out=out) is out
+        assert qk_norm_rope(heads, torch.ones(8), rope, out=out_of_heads) is (
+            out_of_heads
+        )
+        out.fill_(fuzz.CANARY)
+
+    with torch.set_grad_enabled(is_recorded):
+        with pytest.raises(ValueError, match="`out` is an inference tensor"):
+            gated_rms_norm(input, out=out)
+
+        with pytest.raises(ValueError, match="`out` is an inference tensor"):
+            qk_norm_rope(heads, torch.ones(8), rope, out=out_of_heads)
+
+    assert (out == fuzz.CANARY).all()
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "gate", "bias", "out"])
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        torch.nn.parameter.UninitializedParameter,
+        torch.nn.parameter.UninitializedBuffer,
+    ],
+)
+def test_a_parameter_of_a_lazy_module_is_refused_by_name(name, lazy):
+    """It has no shape before its module runs."""
+
+    arguments = {"input": torch.ones(2, 8)} | {name: lazy()}
+
+    with pytest.raises(ValueError, match=f"`{name}` must have data.*Uninitialized"):
+        gated_rms_norm(**arguments)
+
+    if name == "input":
+        with pytest.raises(ValueError, match="`input` must have data"):
+            GatedRMSNorm(8, elementwise_affine=False)(lazy())
+
+
+def test_rows_whose_offsets_pass_32_bits_are_refused_by_name():
+    """However dense they are: there is nothing to copy that would help."""
+
+    def on_meta(*shape, dtype=torch.float16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for rows in (0, 1):
+        with pytest.raises(ValueError, match="`input`.*2147483648 columns"):
+            gated_rms_norm(on_meta(rows, 2**31 + 1))
+
+        assert gated_rms_norm(on_meta(rows, 2**31)).shape == (rows, 2**31)
+
+    for size in (2**31 + 1, 2**62, 10**30):
+        with pytest.raises(ValueError, match="`hidden_size`.*2147483648"):
+            GatedRMSNorm(size)
+
+    heads = on_meta(1, 1, 2**25, 128)
+    table = on_meta(1, 64, dtype=torch.complex64)
+
+    with pytest.raises(ValueError, match="`input`.*2147483648 elements"):
+        qk_norm_rope(heads, on_meta(128), table)
+
+
+def test_as_many_dimensions_as_pytorch_takes():
+    """Groups are one more."""
+
+    row = torch.randn(8)
+    most = row.view(*(1,) * 62, 8)
+    assert torch.equal(gated_rms_norm(most).flatten(), gated_rms_norm(row))
+
+    with pytest.raises(ValueError, match="`input`.*63 dimensions.*64"):
+        gated_rms_norm(most[None])
 
 
 # A requirement that cannot fail says nothing.

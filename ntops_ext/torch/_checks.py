@@ -32,10 +32,20 @@ def check_tensor(name, value):
 
 
 def check_kind(name, value):
-    """:raises TypeError: If `value` is not a tensor, or a sparse or a nested one."""
+    """Refuse what has no shape and strides.
+
+    :raises TypeError: If `value` is not a tensor, or a sparse or a nested one.
+    :raises ValueError: If it is a parameter of a lazy module that has not run.
+    """
 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor, but is a {type_name(value)}.")
+
+    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"`{name}` must have data, but is an {type(value).__name__}, whose module has"
+            f" not run."
+        )
 
     if value.is_nested:
         raise TypeError(
@@ -81,6 +91,29 @@ def check_device(name, tensor, reference_name, reference):
             f"`{name}` must be on the device of `{reference_name}`"
             f" ({reference.device}), but is on {tensor.device}."
         )
+
+
+def check_device_is_usable(device):
+    """Refuse what PyTorch can make no tensor on, whose own errors name no argument.
+
+    :raises TypeError: If `device` is nothing that names a device.
+    :raises ValueError: If it names none that there is here.
+    """
+
+    try:
+        torch.empty(0, device=device)
+    except TypeError as error:
+        raise TypeError(
+            f"`device` must be a torch.device, a name or a number of one, or None, but is"
+            f" {device!r}."
+        ) from error
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        # A PyTorch that was built without CUDA asserts that it has it, one without a module
+        # for a device imports it, and a number may be too large for any.
+        raise ValueError(
+            f"`device` must be a device that PyTorch can use here, but is {device!r}:"
+            f" {error}"
+        ) from error
 
 
 def check_shape(name, tensor, expected, meaning):

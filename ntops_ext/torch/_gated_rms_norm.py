@@ -19,6 +19,9 @@ from ntops_ext.torch import (
 
 _NAMES = ("input", "weight", "gate", "bias", "out")
 
+# PyTorch's operators take tensors of 64 dimensions, and groups of columns are one more.
+_MAX_DIMENSIONS = 63
+
 _prepared_calls = _prepared.PreparedCalls(
     (
         "input",
@@ -126,6 +129,9 @@ def compute(
             _layouts_of_calls.remember_addresses(layout.addresses, addresses, True)
 
     if not _launch.runs_kernel(input):
+        if out is not None:
+            _layouts.check_writable(("out",), (out,))
+
         result = reference.gated_rms_norm(
             input,
             weight,
@@ -311,7 +317,19 @@ def check_call(
             "`input` must have a dimension of columns, but is a scalar of shape ()."
         )
 
+    if input.ndim > _MAX_DIMENSIONS:
+        raise ValueError(
+            f"`input` must have at most {_MAX_DIMENSIONS} dimensions, but has"
+            f" {input.ndim}."
+        )
+
     num_columns = input.shape[-1]
+
+    if num_columns > _rows.MAX_COLUMNS:
+        raise ValueError(
+            f"`input` must have at most {_rows.MAX_COLUMNS} columns, for kernels compute"
+            f" offsets in 32 bits, but has shape {tuple(input.shape)}."
+        )
 
     if gate is not None:
         _check_operand("gate", gate, input)
@@ -377,7 +395,8 @@ def _check_group_size(group_size, num_columns):
             f" {_checks.type_name(group_size)}."
         )
 
-    if group_size < 1 or num_columns % group_size != 0:
+    # As an int: a NumPy scalar may be too narrow for the number of columns.
+    if int(group_size) < 1 or num_columns % int(group_size) != 0:
         raise ValueError(
             f"`group_size` must be positive and divide the {num_columns} columns of"
             f" `input`, but is {group_size}."

@@ -4,6 +4,7 @@ import torch
 
 from ntops_ext.torch import _checks
 from ntops_ext.torch._chunks import Rows
+from ntops_ext.torch._rows import MAX_COLUMNS
 
 
 def check_heads(name, tensor, like_name=None, like=None):
@@ -22,6 +23,12 @@ def check_heads(name, tensor, like_name=None, like=None):
         raise ValueError(
             f"`{name}` must have four dimensions, (batch, tokens, heads, head_dim), but has"
             f" shape {tuple(tensor.shape)}."
+        )
+
+    if tensor.shape[2] * tensor.shape[3] > MAX_COLUMNS:
+        raise ValueError(
+            f"`{name}` must have at most {MAX_COLUMNS} elements in the heads of a token, for"
+            f" kernels compute offsets in 32 bits, but has shape {tuple(tensor.shape)}."
         )
 
     if tensor.device.type == "meta":

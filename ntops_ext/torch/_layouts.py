@@ -128,6 +128,20 @@ def check_can_be_saved(names, arguments):
             )
 
 
+def check_writable(names, written):
+    """Refuse what PyTorch's own operators would refuse to write, some of it after the first write.
+
+    :raises ValueError: If a tensor was made in inference mode, outside of which this is.
+    """
+
+    for name, tensor in zip(names, written, strict=True):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"`{name}` is an inference tensor, which PyTorch writes under"
+                f" torch.inference_mode() only."
+            )
+
+
 def carries_tangents(tensors):
     """Whether forward-mode autograd would have to carry on tangents of these tensors."""
 

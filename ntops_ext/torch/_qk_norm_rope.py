@@ -155,6 +155,9 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
     """
 
     if not runs_kernel(input):
+        if out is not None:
+            _layouts.check_writable(("out",), (out,))
+
         result = reference.qk_norm_rope(input, weight, rope, eps)
 
         if out is None:

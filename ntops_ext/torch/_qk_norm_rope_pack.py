@@ -118,7 +118,7 @@ def qk_norm_rope_pack_(
         layouts.remember_addresses(layout.verdicts, addresses, prefixes_are_kept)
 
     if not runs_kernel(q):
-        _check_writable(q, k_out, v_out)
+        _layouts.check_writable(_WRITTEN, (q, k_out, v_out))
 
         return reference.qk_norm_rope_pack_(*arguments, eps=eps)
 
@@ -184,17 +184,6 @@ def _behind_prefix(
         v_prefix[:, :0],
         *sources,
     )
-
-
-def _check_writable(*written):
-    """:raises ValueError: If PyTorch would refuse to write, which it does one by one."""
-
-    for name, tensor in zip(_WRITTEN, written, strict=True):
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"`{name}` is an inference tensor, which PyTorch writes under"
-                f" torch.inference_mode() only."
-            )
 
 
 def _check_layout(

@@ -5,6 +5,9 @@ import dataclasses
 # Kernels compute offsets, in elements, in 32 bits.
 MAX_OFFSET = 2**31 - 1
 
+# No row of more has offsets that all fit, however dense it is.
+MAX_COLUMNS = MAX_OFFSET + 1
+
 
 def fits(tensor):
     """Whether a row of `tensor`, or what is a row itself, has no offset too large."""

@@ -18,8 +18,8 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     :param device: A device; without an index, the current one of its type.
     :return: An object with `is_reproduced`, `reason` (empty if it is), `order_of_rows`,
         `order_of_few_rows`, `real_part` and `imaginary_part`.
-    :raises TypeError: If the dtype is another one, or the width no int.
-    :raises ValueError: If the width is not even and positive.
+    :raises TypeError: If the dtype is another one, the width no int, or the device none.
+    :raises ValueError: If the width is not even and positive, or there is no such device.
     :raises RuntimeError: While a CUDA graph is captured, unless it is known.
 
     >>> eager_rounding(device="cpu").is_reproduced
@@ -40,7 +40,11 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"`head_dim` must be even and positive, but is {head_dim}.")
 
+    _checks.check_device_is_usable(device)
     # A tensor's device always has an index, where its type has more than one device.
     device = torch.empty(0, device=device).device
+
+    if device.type == "meta":
+        raise ValueError("`device` must be one that computes, but is meta.")
 
     return eager_roundings.get(device, dtype, head_dim)

@@ -42,7 +42,7 @@ def gated_rms_norm(
     on (`TRITON_INTERPRET=1`), by the kernel under the interpreter.
 
     :param input: A tensor of shape `(..., N)`, of any size: 0 rows, or more than 2**31
-        elements.
+        elements. N is at most 2**31, and there are at most 63 dimensions.
     :param weight: A tensor of shape `(N,)`, or `None` for no scale.
     :param gate: A tensor of the shape of `input`, or `None`.
     :param bias: A tensor of shape `(N,)`, or `None`.
@@ -58,7 +58,8 @@ def gated_rms_norm(
     :return: `out`, or a new contiguous tensor of the shape and dtype of `input`.
     :raises TypeError: If an argument is of a wrong kind or dtype.
     :raises ValueError: If a shape, device, overlap or value is wrong, or a tensor was made in
-        inference mode while gradients are recorded.
+        inference mode while gradients are recorded, or, on a CPU, `out` was and is written
+        elsewhere.
     :raises NotImplementedError: If the kernel would run on tensors with tangents (forward
         mode), or second derivatives are asked for.
 

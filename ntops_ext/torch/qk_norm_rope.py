@@ -51,7 +51,8 @@ def qk_norm_rope(
     :raises TypeError: If an argument is of the wrong kind or dtype.
     :raises ValueError: If a shape, a stride, a device or a value is wrong, if `rope` is a
         lazy conjugate, or if `out` shares memory with an argument it is not; where
-        gradients are recorded, if `out` is given or a tensor was made in inference mode.
+        gradients are recorded, if `out` is given or a tensor was made in inference mode;
+        on a CPU, if `out` was made in inference mode and is written elsewhere.
     :raises NotImplementedError: If `rope` requires a gradient while they are enabled, or if
         an argument carries a forward-mode tangent.
     :raises RuntimeError: If the rounding is not known yet while a CUDA graph is captured.
