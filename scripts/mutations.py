@@ -768,7 +768,7 @@ _ARGUMENTS = (
     Mutation(
         name="true-is-a-number",
         file="ntops_ext/torch/_checks.py",
-        old="    if not isinstance(value, numbers.Real) or isinstance(value, bool):\n",
+        old="    if not isinstance(value, numbers.Real) or isinstance(value, NO_NUMBERS):\n",
         new="    if not isinstance(value, numbers.Real):\n",
         promise="A bool is no number.",
         tests=(_CHECKS, _GATED),
