@@ -628,7 +628,7 @@ _LAUNCH_PLANS = (
             self._lock.release()
 """,
         promise="A thread that forks within a block leaves it in the child, too.",
-        tests=(_CONCURRENCY + "::test_a_child_of_the_thread_that_stands_in",),
+        tests=(_CONCURRENCY + "::test_a_child_leaves_the_block_that_it_was_forked_in",),
     ),
     Mutation(
         name="child-keeps-a-stand-in",
