@@ -1649,7 +1649,7 @@ _KERNELS = (
         file=_NORM_GRADIENTS,
         old="            if first_tile.shape[0] == 1:\n",
         new="            if first_tile.shape[0] == 0:\n",
-        promise="The gradients of groups of 512 columns stay in registers.",
+        promise="The gradients of one row's columns stay in registers.",
         tests=(_GATED_BACKWARD_OFFLINE + "::test_no_register_is_spilled",),
     ),
     Mutation(
@@ -1704,7 +1704,7 @@ _KERNELS = (
         old="ntl.fma(unweighted, normalized, weight_sums_so_far[last_piece]),\n",
         new="ntl.fma(unweighted, normalized, weight_sums_so_far[0]),\n",
         promise="Each piece has sums over rows of its own.",
-        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+        tests=(_GATED_BACKWARD_KERNEL + "::test_pieces_of_more_rows_than_programs",),
     ),
 )
 

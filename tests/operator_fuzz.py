@@ -512,7 +512,9 @@ class Memory:
 def _with_memory(value):
     """What a wrapper's elements are, or one in disguise."""
 
-    return getattr(getattr(value, "tensor", value), "_tensor", value)
+    value = getattr(value, "tensor", value)
+
+    return getattr(value, "_tensor", value)
 
 
 # Larger storages are looked at where their elements are, and a little around.

@@ -66,6 +66,7 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
     "columns",
     [
         128,
+        384,
         512,
         *(
             pytest.param(columns, marks=pytest.mark.slow)

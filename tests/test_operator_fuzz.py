@@ -289,6 +289,13 @@ def test_memory_beside_the_output_is_looked_at():
     with pytest.raises(AssertionError, match="memory"):
         run(lambda input: input.zero_(), input=torch.ones(4))
 
+    for hide in (fuzz._Wrapper, fuzz._Disguised):
+        with pytest.raises(AssertionError, match="memory"):
+            run(lambda input: hidden.zero_(), input=hide(hidden := torch.ones(4)))
+
+    # What is written may be a wrapper.
+    assert run(lambda out: out.zero_(), out=fuzz._Wrapper(torch.ones(4))) == "computed"
+
 
 @pytest.mark.parametrize("are_heads", [False, True])
 def test_memory_beside_rows_far_apart_is_looked_at(are_heads):
