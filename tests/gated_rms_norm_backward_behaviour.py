@@ -483,7 +483,7 @@ def test_pieces_of_more_rows_than_programs(device, monkeypatch, choose_anew):
 
     monkeypatch.setattr(configs, "_row_blocks", lambda *_: 1)
     choose_anew()
-    call = make(device, rows=(2,), columns=384, gate=False, bias=True)
+    call = make(device, rows=(2,), columns=384, gate=False)
     assert_right(*call, gradients(*call))
 
 

@@ -698,7 +698,24 @@ def modes_and_leaves(draw, drawn, errors, *, of_leaves):
 
     errors |= added
 
+    if mode == "grad":
+        errors |= of_inference(
+            {name: argument.value for name, argument in drawn.items()}
+        )
+
     return mode
+
+
+def of_inference(arguments):
+    """What is wrong with tensors that cannot be saved, where gradients are recorded."""
+
+    return {
+        name: ValueError
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+        and not value.is_nested
+        and value.is_inference()
+    }
 
 
 def make_leaves(call, names):
@@ -715,11 +732,7 @@ def make_leaves(call, names):
             call.arguments[name] = tensors[name].detach().requires_grad_()
 
     if leaves_of(call):
-        call.errors |= {
-            name: ValueError
-            for name, tensor in tensors.items()
-            if tensor.is_inference()
-        }
+        call.errors |= of_inference(tensors)
 
 
 def leaves_of(call):

@@ -176,8 +176,8 @@ def _is_writable(tensor):
     extent = 0
 
     for stride, size in strides:
-        if stride <= extent:
-            return tensor.numel() == 0
+        if stride <= extent and tensor.numel():
+            return False
 
         extent += stride * (size - 1)
 

@@ -173,12 +173,6 @@ def check_forward(module_and_call):
         call.arguments_named = {"weight", "bias"}
 
     if call.mode == "grad" and module.weight is not None:
-        call.errors |= {
-            name: ValueError
-            for name, value in call.arguments.items()
-            if isinstance(value, torch.Tensor)
-            and not value.is_nested
-            and value.is_inference()
-        }
+        call.errors |= fuzz.of_inference(call.arguments)
 
     return fuzz.run(module, call, check)
