@@ -477,7 +477,7 @@ class Memory:
     """The bytes of all memory that some arguments lie in."""
 
     def __init__(self, values):
-        self._before = []
+        widest = {}
 
         for value in values:
             value = _with_memory(value)
@@ -492,8 +492,15 @@ class Memory:
                 continue
 
             if not value.is_nested and storage.data_ptr():
-                seen = _Seen(value, storage)
-                self._before.append((seen, seen.read()))
+                other, _ = widest.get(storage.data_ptr(), (value, storage))
+
+                # Of what is seen by its elements, all are seen by those of the whole.
+                if value.numel() >= other.numel():
+                    widest[storage.data_ptr()] = value, storage
+
+        self._before = [
+            (seen, seen.read()) for seen in (_Seen(*one) for one in widest.values())
+        ]
 
     def assert_unchanged(self, *, but=()):
         """Require all bytes to be as before, but those of the elements of some tensors."""
@@ -713,6 +720,7 @@ def of_inference(arguments):
         name: ValueError
         for name, value in arguments.items()
         if isinstance(value, torch.Tensor)
+        and not isinstance(value, torch.nn.parameter.UninitializedTensorMixin)
         and not value.is_nested
         and value.is_inference()
     }
