@@ -965,6 +965,14 @@ _ARGUMENTS = (
         ),
     ),
     Mutation(
+        name="empty-tensors-are-copied",
+        file="ntops_ext/torch/_rows.py",
+        old="    return not tensor.numel() or (tensor",
+        new="    return (tensor",
+        promise="The strides of an empty tensor mean nothing.",
+        tests=(_GATED_KERNEL + "::test_the_strides_of_no_elements_mean_nothing",),
+    ),
+    Mutation(
         name="one-column-too-many",
         file="ntops_ext/torch/_rows.py",
         old="MAX_COLUMNS = MAX_OFFSET + 1\n",
