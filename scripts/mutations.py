@@ -54,6 +54,9 @@ _ROPE_KERNEL = "tests/interpreted/test_qk_norm_rope_pack.py"
 _ROPE_BACKWARD_KERNEL = "tests/interpreted/test_qk_norm_rope_backward.py"
 _SUM_KERNEL = "tests/interpreted/test_sum_of_rows.py"
 _PADDING = "tests/interpreted/test_padding.py"
+_DISPATCHED = "tests/interpreted/test_dispatched_calls.py"
+_CONCURRENCY = "tests/test_concurrency.py"
+_OPERATOR_FUZZ = "tests/test_operator_fuzz.py"
 
 _KEY = "ninetoothed_patches/call_key.py"
 _CACHE = "ninetoothed_patches/plan_cache.py"
@@ -682,6 +685,66 @@ _LAUNCH_PLANS = (
         promise="What is compiled offline is what a launch compiles, for an AMD GPU too.",
         tests=("tests/test_host_driver.py",),
     ),
+    Mutation(
+        name="forked-child-finds-a-lock-taken",
+        file="ninetoothed_patches/locks.py",
+        old="        os.register_at_fork(after_in_child=self._renew)\n",
+        new="",
+        promise="In a forked child no thread holds a lock.",
+        tests=(
+            _CONCURRENCY
+            + "::test_a_child_forked_while_a_thread_holds_a_lock_is_not_stuck",
+        ),
+    ),
+    Mutation(
+        name="lock-of-the-child-is-given-back",
+        file="ninetoothed_patches/locks.py",
+        old="""\
+        with self._lock:
+            yield
+""",
+        new="""\
+        self._lock.acquire()
+
+        try:
+            yield
+        finally:
+            self._lock.release()
+""",
+        promise="A thread that forks within a block leaves it in the child, too.",
+        tests=(_CONCURRENCY + "::test_a_child_leaves_the_block_that_it_was_forked_in",),
+    ),
+    Mutation(
+        name="child-keeps-a-stand-in",
+        file="ninetoothed_patches/host_driver.py",
+        old="os.register_at_fork(after_in_child=_withdraw_in_child)\n",
+        new="",
+        promise="What another thread had stand in is gone in a forked child.",
+        tests=(
+            _CONCURRENCY
+            + "::test_a_child_forked_while_a_thread_holds_a_lock_is_not_stuck",
+        ),
+    ),
+    Mutation(
+        name="child-of-the-thread-within-loses-its-driver",
+        file="ninetoothed_patches/host_driver.py",
+        old="        and active.thread is not threading.current_thread()\n",
+        new="",
+        promise="The child of a thread within `stand_in` is within it.",
+        tests=(_CONCURRENCY + "::test_a_child_of_the_thread_that_stands_in",),
+    ),
+    Mutation(
+        name="every-error-is-about-the-cache",
+        file="ninetoothed_patches/source_files.py",
+        old="""\
+    if not str(error.filename).startswith(folder):
+        return error
+
+""",
+        new="",
+        promise="An OSError that is not about Triton's cache stays what it is.",
+        tests=(_SOURCE_FILES,),
+    ),
 )
 
 # -- Prepared calls: their conditions. --------------------------------------------------
@@ -789,7 +852,7 @@ _ARGUMENTS = (
     Mutation(
         name="true-is-a-number",
         file="ntops_ext/torch/_checks.py",
-        old="    if not isinstance(value, numbers.Real) or isinstance(value, bool):\n",
+        old="    if not isinstance(value, numbers.Real) or isinstance(value, NO_NUMBERS):\n",
         new="    if not isinstance(value, numbers.Real):\n",
         promise="A bool is no number.",
         tests=(_CHECKS, _GATED),
@@ -913,6 +976,151 @@ _ARGUMENTS = (
         new="    if any(map(torch.Tensor.is_neg, tensors)):\n",
         promise="A lazily conjugated table is refused, not read as it lies.",
         tests=(_ROPE,),
+    ),
+    Mutation(
+        name="addresses-are-bounded-a-layout",
+        file="ntops_ext/torch/_layouts.py",
+        old="        if len(self._found) >= _MAX_ADDRESSES:\n",
+        new="        if len(found) >= _MAX_ADDRESSES:\n",
+        promise="The addresses of all layouts together are bounded.",
+        tests=(_ROPE + "::test_addresses_are_bounded_over_all_layouts",),
+    ),
+    Mutation(
+        name="addresses-are-not-forgotten",
+        file="ntops_ext/torch/_layouts.py",
+        old="""\
+            for other in self._found:
+                other.clear()
+
+""",
+        new="",
+        promise="Too many addresses are forgotten.",
+        tests=(_ROPE + "::test_addresses_are_bounded_over_all_layouts",),
+    ),
+    Mutation(
+        name="addresses-are-not-counted",
+        file="ntops_ext/torch/_layouts.py",
+        old="        self._found.append(found)\n",
+        new="",
+        promise="Every address that is remembered is counted.",
+        tests=(_ROPE + "::test_addresses_are_bounded_over_all_layouts",),
+    ),
+    Mutation(
+        name="inference-tensors-are-saved",
+        file="ntops_ext/torch/_layouts.py",
+        old="        if argument is not None and argument.is_inference():\n",
+        new="""\
+        if argument is not None and argument.is_inference() and not names:
+""",
+        promise="What cannot be saved for a backward pass is refused by name.",
+        tests=(
+            _OPERATOR_FUZZ
+            + "::test_what_cannot_be_saved_for_a_backward_pass_is_refused_by_name",
+        ),
+    ),
+    Mutation(
+        name="out-of-inference-mode",
+        file="ntops_ext/torch/_layouts.py",
+        old="""\
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+""",
+        new="        if tensor.is_inference() and not names:\n",
+        promise="An `out` that PyTorch will not write is refused by name.",
+        tests=(_OPERATOR_FUZZ + "::test_an_out_of_inference_mode_is_refused_by_name",),
+    ),
+    Mutation(
+        name="nested-is-dense",
+        file="ntops_ext/torch/_checks.py",
+        old="    if value.is_nested:\n",
+        new="    if value.is_nested and not value.is_leaf:\n",
+        promise="A nested tensor is refused by name.",
+        tests=(_OPERATOR_FUZZ + "::test_a_nested_tensor_is_refused_by_name",),
+    ),
+    Mutation(
+        name="lazy-parameters-have-shapes",
+        file="ntops_ext/torch/_checks.py",
+        old="""\
+    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+""",
+        new="    if isinstance(value, torch.nn.modules.lazy.LazyModuleMixin):\n",
+        promise="A parameter without a shape is refused by name.",
+        tests=(
+            _OPERATOR_FUZZ + "::test_a_parameter_of_a_lazy_module_is_refused_by_name",
+        ),
+    ),
+    Mutation(
+        name="empty-tensors-are-copied",
+        file="ntops_ext/torch/_rows.py",
+        old="    return not tensor.numel() or (tensor",
+        new="    return (tensor",
+        promise="The strides of an empty tensor mean nothing.",
+        tests=(_GATED_KERNEL + "::test_the_strides_of_no_elements_mean_nothing",),
+    ),
+    Mutation(
+        name="one-column-too-many",
+        file="ntops_ext/torch/_rows.py",
+        old="MAX_COLUMNS = MAX_OFFSET + 1\n",
+        new="MAX_COLUMNS = MAX_OFFSET + 2\n",
+        promise="A row whose offsets pass 32 bits is refused.",
+        tests=(
+            _OPERATOR_FUZZ
+            + "::test_rows_whose_offsets_pass_32_bits_are_refused_by_name",
+        ),
+    ),
+    Mutation(
+        name="columns-by-a-narrow-group-size",
+        file="ntops_ext/torch/_gated_rms_norm.py",
+        old="num_columns % int(group_size) != 0:\n",
+        new="num_columns % group_size != 0:\n",
+        promise="A group size of any integer type is taken.",
+        tests=(
+            _OPERATOR_FUZZ
+            + "::test_a_group_size_may_be_narrower_than_the_number_of_columns",
+        ),
+    ),
+    Mutation(
+        name="wrappers-reach-the-kernel",
+        file="ntops_ext/torch/_launch.py",
+        old="        or _has_dispatch_of_its_own(tensors)\n",
+        new="",
+        promise="A tensor without memory of its own reaches no kernel.",
+        tests=(_DISPATCHED,),
+    ),
+    Mutation(
+        name="modes-do-not-see-the-operator",
+        file="ntops_ext/torch/_launch.py",
+        old="        or torch._C._len_torch_dispatch_stack() > 0\n",
+        new="",
+        promise="A mode sees a call before its kernel runs.",
+        tests=(_DISPATCHED,),
+    ),
+    Mutation(
+        name="transforms-do-not-see-the-operator",
+        file="ntops_ext/torch/_launch.py",
+        old="        is_transformed\n        or",
+        new="        False\n        or",
+        promise="A transform of `torch.func` sees a call before its kernel runs.",
+        tests=(_DISPATCHED,),
+    ),
+    Mutation(
+        name="gradients-of-pairs-at-odd-offsets",
+        file="ntops_ext/torch/_qk_norm_rope.py",
+        old="""\
+    return gradient.clone() if any(step % 2 for step in steps) else gradient
+""",
+        new="""\
+    return gradient.clone() if any(step < 0 for step in steps) else gradient
+""",
+        promise="An incoming gradient may lie at any offset.",
+        tests=(_OPERATOR_FUZZ + "::test_a_gradient_at_an_odd_offset_is_taken",),
+    ),
+    Mutation(
+        name="rounding-in-the-default-dtype",
+        file="ntops_ext/torch/_eager.py",
+        old='        "dtype": torch.float32,\n',
+        new="",
+        promise="What PyTorch rounds like is found out whatever the default dtype is.",
+        tests=(_EAGER_ROUNDING,),
     ),
 )
 
@@ -1445,6 +1653,151 @@ _KERNELS = (
         promise="The rows of a block are added by halves: gradients keep their bits.",
         tests=(_SUM_KERNEL,),
     ),
+    Mutation(
+        name="held-pieces-are-the-first",
+        file=_NORM,
+        old="        piece_value = ntl.cast(input[held_piece], ntl.float32)\n",
+        new="        piece_value = ntl.cast(input[0], ntl.float32)\n",
+        promise="A group that is held in pieces is all of its columns.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="held-sum-without-the-first-piece",
+        file=_NORM,
+        old="        squares = ntl.fma(piece_value, piece_value, squares)\n",
+        new="""\
+        if held_piece != 0:
+            squares = ntl.fma(piece_value, piece_value, squares)
+""",
+        promise="The root is of the mean of all pieces.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="held-weight-of-the-first-piece",
+        file=_NORM,
+        old="ntl.cast(weights[stored_piece], ntl.float32),\n",
+        new="ntl.cast(weights[0], ntl.float32),\n",
+        promise="Each piece has the weight of its own columns.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="held-bias-of-the-first-piece",
+        file=_NORM,
+        old="ntl.cast(biases[stored_piece], ntl.float32),\n",
+        new="ntl.cast(biases[0], ntl.float32),\n",
+        promise="Each piece has the bias of its own columns.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="held-gate-of-the-first-piece",
+        file=_NORM,
+        old="                    gatings[stored_piece],\n",
+        new="                    gatings[0],\n",
+        promise="Each piece has the gate of its own columns.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="held-pieces-are-stored-in-one",
+        file=_NORM,
+        old="        output[stored_piece] = piece_result\n",
+        new="        output[0] = piece_result\n",
+        promise="Each piece is stored where it was read.",
+        tests=(_GATED_KERNEL + "::test_groups_that_are_held_in_pieces",),
+    ),
+    Mutation(
+        name="gradient-sums-are-swapped",
+        file=_NORM_GRADIENTS,
+        old="ntl.join(first_terms, second_terms)",
+        new="ntl.join(second_terms, first_terms)",
+        promise="Of two sums side by side the first is that of squares.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gates_of_zero",),
+    ),
+    Mutation(
+        name="gradient-sums-of-several-rows-are-one",
+        file=_NORM_GRADIENTS,
+        old="        second_total = _sum_of_few_columns(second_terms)\n",
+        new="        second_total = _sum_of_few_columns(first_terms)\n",
+        promise="The mean of products is not that of squares.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-sums-of-one-row-are-one",
+        file=_NORM_GRADIENTS,
+        old="        second_total = _sum_of_columns(second_terms)\n",
+        new="        second_total = _sum_of_columns(first_terms)\n",
+        promise="The mean of products is not that of squares.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-scalars-of-several-rows",
+        file=_NORM_GRADIENTS,
+        old="            if first_tile.shape[0] == 1:\n",
+        new="            if first_tile.shape[0] >= 1:\n",
+        promise="Each row has sums of its own.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-scalars-have-a-layout",
+        file=_NORM_GRADIENTS,
+        old="            if first_tile.shape[0] == 1:\n",
+        new="            if first_tile.shape[0] == 0:\n",
+        promise="The gradients of one row's columns stay in registers.",
+        tests=(_GATED_BACKWARD_OFFLINE + "::test_no_register_is_spilled",),
+    ),
+    Mutation(
+        name="gradient-weight-of-the-first-piece",
+        file=_NORM_GRADIENTS,
+        old="                scaled_weight = weights[piece]\n",
+        new="                scaled_weight = weights[0]\n",
+        promise="Each piece has the weight of its own columns.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-gate-by-the-first-weight",
+        file=_NORM_GRADIENTS,
+        old="                        gate_weight = weights[last_piece]\n",
+        new="                        gate_weight = weights[0]\n",
+        promise="The gradient of a gate is by the weight of its own columns.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-gate-by-the-first-bias",
+        file=_NORM_GRADIENTS,
+        old="                        gate_bias = biases[last_piece]\n",
+        new="                        gate_bias = biases[0]\n",
+        promise="The gradient of a gate is by the bias of its own columns.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-slope-of-the-first-piece",
+        file=_NORM_GRADIENTS,
+        old="""\
+                        grad_value * inputs[last_piece] * slopes[last_piece]
+""",
+        new="                        grad_value * inputs[last_piece] * slopes[0]\n",
+        promise="The gradient of a gate is by its own slope.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-sums-of-the-first-piece",
+        file=_NORM_GRADIENTS,
+        old="""\
+            weight_partials[summed_piece] = _sum_of_rows(weight_sums[summed_piece])
+""",
+        new="""\
+            weight_partials[summed_piece] = _sum_of_rows(weight_sums[0])
+""",
+        promise="Each piece has sums over rows of its own.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
+    ),
+    Mutation(
+        name="gradient-sums-go-on-in-the-first-piece",
+        file=_NORM_GRADIENTS,
+        old="ntl.fma(unweighted, normalized, weight_sums_so_far[last_piece]),\n",
+        new="ntl.fma(unweighted, normalized, weight_sums_so_far[0]),\n",
+        promise="Each piece has sums over rows of its own.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_pieces_of_more_rows_than_programs",),
+    ),
 )
 
 # -- Launches: what a kernel is called with, and the choices that results depend on. ----
@@ -1677,6 +2030,75 @@ _LAUNCHES = (
         new="                (chunk.row_stop - chunk.row_start) // config.tokens_per_program or 1,\n",
         promise="Every run of tokens has a partial sum.",
         tests=(_ROPE_BACKWARD_KERNEL + "::test_what_pads_a_program_adds_nothing",),
+    ),
+    Mutation(
+        name="held-pieces-that-are-slower",
+        file=_CHOICES,
+        old="_PADDED_ALL_THE_SAME = (1536, 10240)\n",
+        new="_PADDED_ALL_THE_SAME = ()\n",
+        promise="Groups that are faster padded are padded.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="held-pieces-are-read-twice",
+        file=_CALL_OF_NORM,
+        old="        holds_pieces=config.holds_pieces,\n",
+        new="        holds_pieces=False,\n",
+        promise="What is held in pieces is read once.",
+        tests=(_GATED_OFFLINE + "::test_a_group_that_is_held_in_pieces_is_read_once",),
+    ),
+    Mutation(
+        name="stages-in-all-of-shared-memory",
+        file=_CHOICES,
+        old="    room = shared_memory - 4 * columns - _BYTES_OF_EXCHANGES\n",
+        new="    room = shared_memory\n",
+        promise="Beside the steps on their way there is room for exchanges.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="stages-one-too-many",
+        file=_CHOICES,
+        old="1 + max(room //",
+        new="2 + max(room //",
+        promise="The steps on their way fit in shared memory.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="stages-of-single-rows",
+        file=_CHOICES,
+        old="    columns *= config.rows_per_step\n",
+        new="",
+        promise="A step is all its rows.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="stages-of-single-pieces",
+        file=_CHOICES,
+        old="""\
+        columns = group_size
+
+    columns *=""",
+        new="""\
+        columns = config.columns_per_piece
+
+    columns *=""",
+        promise="A step is all pieces of a group.",
+        tests=(_CONFIGS,),
+    ),
+    Mutation(
+        name="stages-without-the-gate",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="""\
+    rows = [tensor for tensor in (grad_output, input, gate) if tensor is not None]
+""",
+        new="""\
+    rows = [tensor for tensor in (grad_output, input) if tensor is not None]
+""",
+        promise="A step is the rows of all tensors.",
+        tests=(
+            _GATED_BACKWARD_OFFLINE
+            + "::test_as_many_steps_are_on_their_way_as_the_device_has_room_for",
+        ),
     ),
 )
 

@@ -513,6 +513,15 @@ def test_every_partial_sum_is_written(device, monkeypatch, choose_anew):
     assert_right(*call, actual)
 
 
+def test_pieces_of_more_rows_than_programs(device, monkeypatch, choose_anew):
+    """Step by step, each piece goes on with its own sums."""
+
+    monkeypatch.setattr(configs, "_row_blocks", lambda *_: 1)
+    choose_anew()
+    call = make(device, rows=(2,), columns=384, gate=False)
+    assert_right(*call, gradients(*call))
+
+
 def test_a_call_that_is_cut(device, monkeypatch, choose_anew):
     """Where offsets would pass the bound, in launches whose partial sums are all added."""
 

@@ -405,6 +405,18 @@ def test_groups_of_real_models(device, num_columns, group_size):
     call.check(call.run())
 
 
+def test_the_strides_of_no_elements_mean_nothing(device):
+    """However far they reach, there is nothing to address, and nothing to copy."""
+
+    input = torch.empty(0, device=device).as_strided((3, 0, 16), (0, 3, 2**40))
+    weight = torch.ones(16, device=device, requires_grad=True)
+    result = gated_rms_norm(input, weight)
+    (gradient,) = torch.autograd.grad(result.sum(), weight)
+
+    assert result.shape == (3, 0, 16)
+    assert torch.equal(gradient, torch.zeros(16, device=device))
+
+
 def test_a_group_is_not_the_row(device):
     """Cases G3, G6: each group has a statistic of its own, and `None` one of all."""
 

@@ -67,6 +67,24 @@ def test_launch_choices_change_no_bit(
     assert_equal_bits(call.run(), expected)
 
 
+@pytest.mark.parametrize("mode", ["plain", "norm_first-silu", "gate_first-sigmoid"])
+def test_groups_that_are_held_in_pieces(device, mode):
+    """Each piece is its own columns of every tensor, and the root is of all of them."""
+
+    call = make_call(
+        *(2, 768),
+        mode=mode,
+        dtype=torch.float32,
+        bias=True,
+        group_size=384,
+        device=device,
+    )
+
+    assert configs.gated_rms_norm_config(384, 4).holds_pieces
+
+    call.check(call.run())
+
+
 @pytest.mark.parametrize("group_size", [1025, 1280, 3000, 16384])
 def test_the_number_of_groups_changes_no_bit(
     device, group_size, monkeypatch, choose_anew

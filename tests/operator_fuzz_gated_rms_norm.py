@@ -76,9 +76,7 @@ def calls(draw, *, max_rows=5, columns=(8, 1, 12, 16, 3, 64), is_right=False):
     if "activation" in wrong:
         drawn["activation"] = draw(fuzz.no_activations)
     elif draw(st.booleans()):
-        drawn["activation"] = fuzz.right(
-            draw(st.sampled_from(["silu", "swish", "sigmoid"]))
-        )
+        drawn["activation"] = fuzz.right(draw(st.sampled_from(fuzz.RIGHT_ACTIVATIONS)))
 
     if "weight_offset" in wrong:
         drawn["weight_offset"] = draw(fuzz.no_offsets)
@@ -88,6 +86,9 @@ def calls(draw, *, max_rows=5, columns=(8, 1, 12, 16, 3, 64), is_right=False):
 
         if weight.value is None and drawn["weight_offset"].value != 0:
             errors["weight_offset"] = ValueError
+
+    if not wrong and draw(st.integers(0, 3)) == 0:
+        draw(_aliases(drawn))
 
     input = drawn["input"].value
 
@@ -110,18 +111,77 @@ def calls(draw, *, max_rows=5, columns=(8, 1, 12, 16, 3, 64), is_right=False):
     ):
         if draw(st.booleans()) and _is_writable(input):
             drawn["out"] = fuzz.right(input)
+
+            if input.numel() and any(
+                _shares_storage(drawn[name].value, input)
+                for name in ("gate", "weight", "bias")
+                if name in drawn and not wrong
+            ):
+                errors["out"] = ValueError
         else:
             drawn["out"] = fuzz.right(
                 draw(right(shape, dtypes=(input.dtype,), is_written=True))
             )
 
-    return fuzz.Call.of(drawn, errors)
+    mode = "no grad"
+
+    if not is_right:
+        mode = draw(
+            fuzz.modes_and_leaves(
+                drawn,
+                errors,
+                of_leaves=lambda leaves: {"out": ValueError} if "out" in drawn else {},
+            )
+        )
+
+    return fuzz.Call.of(drawn, errors, mode)
+
+
+@st.composite
+def _aliases(draw, drawn):
+    """Two arguments in the same memory, which are only read."""
+
+    input = drawn["input"].value
+    what = draw(st.sampled_from(["gate", "bias", "row", "projection"]))
+
+    if what == "gate":
+        drawn["gate"] = drawn["input"]
+    elif what == "bias" and "weight" in drawn:
+        drawn["bias"] = drawn["weight"]
+    elif what == "row" and input.ndim > 1 and input.numel():
+        drawn["bias"] = fuzz.right(input[(0,) * (input.ndim - 1)])
+    elif what == "projection" and not input.is_inference():
+        columns = input.shape[-1]
+        projection = torch.randn(*input.shape[:-1], 2 * columns + 3).to(input.dtype)
+        drawn["input"] = fuzz.right(projection[..., :columns])
+        drawn["gate"] = fuzz.right(projection[..., columns + 3 :])
+
+
+def _shares_storage(tensor, other):
+    # Those of `_aliases` that share elements with the input.
+    return tensor is not None and (
+        tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and tensor.storage_offset() == other.storage_offset()
+    )
 
 
 def _is_writable(tensor):
-    return not tensor.is_inference() and (
-        tensor.numel() == 0 or 0 not in tensor.stride()
+    """Whether no two elements share memory."""
+
+    strides = sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1
     )
+    extent = 0
+
+    for stride, size in strides:
+        if stride <= extent and tensor.numel():
+            return False
+
+        extent += stride * (size - 1)
+
+    return not tensor.is_inference()
 
 
 def _overlap(draw, drawn, errors):
@@ -211,8 +271,7 @@ def check_call(call, *, is_truncated=False):
             truncated=is_truncated and input.dtype is torch.bfloat16,
         )
 
-    with torch.no_grad():
-        return fuzz.run(gated_rms_norm, call, check, written=("out",))
+    return fuzz.run(gated_rms_norm, call, check, written=("out",))
 
 
 @st.composite
@@ -221,6 +280,8 @@ def calls_with_gradients(draw):
 
     call = draw(calls(is_right=True))
     call.arguments.pop("out", None)
+    call.errors.pop("out", None)
+    call.mode = "grad"
     names = ["input", "weight", "gate", "bias"]
     fuzz.make_leaves(call, draw(st.sets(st.sampled_from(names), min_size=1)))
     input = call.arguments["input"]
@@ -295,7 +356,10 @@ def _plain(value):
     if isinstance(value, bool | str):
         return value
 
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    # PyTorch adds no int of more than 64 bits.
+    is_int = isinstance(value, numbers.Integral) and abs(value) < 2**31
+
+    return int(value) if is_int else float(value)
 
 
 __all__ = ["calls", "check_call", "reference"]

@@ -1,5 +1,6 @@
 """`ntops_ext.nn.GatedRMSNorm` under fuzz: its constructor, and its calls."""
 
+import numpy as np
 import operator_fuzz as fuzz
 import torch
 from hypothesis import strategies as st
@@ -7,11 +8,20 @@ from hypothesis import strategies as st
 from ntops_ext.nn import GatedRMSNorm
 from ntops_ext.torch import gated_rms_norm
 
-_NO_SIZES = [0, -1, -(10**30)]
+_NO_SIZES = [0, -1, -(10**30), 2**31 + 1, 2**62, 2**63, 10**30]
 _NO_SIZE_KINDS = [1.0, True, "8", None, (8,), [8], torch.tensor(8), fuzz.Size.FOUR]
+_NO_SIZE_KINDS += [np.int64(8), 8j, torch.Size([8]), np.array(8), range(8)]
 _NO_DTYPES = [torch.float64, torch.int32, torch.complex64, torch.float8_e5m2, "float32"]
-_NO_DTYPES += [float, 1, torch.quint8, [], {}, object()]
+_NO_DTYPES += [float, 1, torch.quint8, [], {}, object(), np.float32, torch.complex32]
+_NO_DTYPES += [
+    torch.bits8,
+    torch.uint16,
+    torch.float8_e4m3fn,
+    torch.strided,
+    torch.ones(1),
+]
 _NO_DEVICES = ["nowhere", "", "cpu:x", 1.5, [], {}, object(), "privateuseone", -7]
+_NO_DEVICES += [2**70, "cpu:-1", "hpu", True, torch.float32, torch.ones(1)]
 
 
 def _wrong(error, values):
@@ -36,7 +46,7 @@ def constructions(draw):
         "group_size": (fuzz.group_sizes(size), fuzz.no_group_sizes(size)),
         "norm_before_gate": (st.booleans().map(fuzz.right), fuzz.no_flags),
         "activation": (
-            st.sampled_from(["silu", "swish", "sigmoid"]).map(fuzz.right),
+            st.sampled_from(fuzz.RIGHT_ACTIVATIONS).map(fuzz.right),
             fuzz.no_activations,
         ),
         "bias": (st.booleans().map(fuzz.right), fuzz.no_flags),
@@ -135,7 +145,7 @@ def forwards(draw):
     if wrong == "width":
         drawn.pop("gate", None)
 
-    return module, fuzz.Call.of(drawn, errors)
+    return module, fuzz.Call.of(drawn, errors, draw(fuzz.modes))
 
 
 def check_forward(module_and_call):
@@ -145,13 +155,15 @@ def check_forward(module_and_call):
 
     def check(result):
         if not call.is_unsure:
-            expected = gated_rms_norm(
-                call.arguments["input"],
-                module.weight,
-                call.arguments.get("gate"),
-                bias=module.bias,
-                norm_before_gate=module.norm_before_gate,
-            )
+            with torch.no_grad():
+                expected = gated_rms_norm(
+                    call.arguments["input"],
+                    module.weight,
+                    call.arguments.get("gate"),
+                    bias=module.bias,
+                    norm_before_gate=module.norm_before_gate,
+                )
+
             assert torch.equal(result, expected)
 
     call.arguments = dict(call.arguments)
@@ -160,5 +172,7 @@ def check_forward(module_and_call):
         # The parameters go with the module, not with the call.
         call.arguments_named = {"weight", "bias"}
 
-    with torch.no_grad():
-        return fuzz.run(module, call, check)
+    if call.mode == "grad" and module.weight is not None:
+        call.errors |= fuzz.of_inference(call.arguments)
+
+    return fuzz.run(module, call, check)

@@ -2,6 +2,7 @@
 
 import operator_fuzz as fuzz
 import torch
+from huge_storage import reserve
 from hypothesis import strategies as st
 
 from ntops_ext import reference
@@ -28,13 +29,32 @@ def heads(draw, shape, dtype, *, is_written=False):
     if not is_written and draw(st.integers(0, 9)) == 0:
         strides = (0, strides[1])
 
+    strides = (*strides, width)
+
+    if draw(st.integers(0, 3)) == 0:
+        # Strides of dimensions of one element, or of none, move nothing.
+        meaningless = draw(st.sampled_from([0, 3, 2**40]))
+        strides = tuple(
+            meaningless if length < 2 or 0 in shape else stride
+            for length, stride in zip(shape[:3], strides, strict=True)
+        )
+
     offset = draw(st.sampled_from([16, 17]))
-    size = 64 + sum(
-        max(length, 1) * stride
-        for length, stride in zip(shape[:2], strides, strict=True)
-    )
-    buffer = torch.full((size + row,), fuzz.CANARY).to(dtype)
-    tensor = buffer.as_strided(shape, (*strides, width, 1), offset)
+
+    if tokens in (2, 3) and batch == 1 and draw(st.integers(0, 5)) == 0:
+        # Further than 32 bits reach: the call is cut.
+        strides = (0, 2**30 + 16, *strides[2:])
+        far = reserve(2**31 + 2**16, dtype)
+        tensor = far.as_strided(shape, (*strides, 1), offset)
+    else:
+        size = 64 + sum(
+            (length - 1) * stride
+            for length, stride in zip(shape, (*strides, 1), strict=True)
+            if 0 not in shape
+        )
+        buffer = torch.full((size,), fuzz.CANARY).to(dtype)
+        tensor = buffer.as_strided(shape, (*strides, 1), offset)
+
     values = torch.randn(shape, generator=generator).to(dtype)
 
     if batch:
@@ -63,10 +83,19 @@ def tables(draw, tokens, width):
     table = torch.polar(torch.ones_like(angles), 6.28 * angles)
     start = draw(st.integers(0, 2))
 
-    if draw(st.booleans()):
-        return table[start : start + tokens, : width // 2]
+    rows = table[start : start + tokens, : width // 2]
+    form = draw(st.sampled_from(["slice", "dense", "dense", "expanded", "single"]))
 
-    return table[start : start + tokens, : width // 2].contiguous()
+    if form == "dense":
+        return rows.contiguous()
+
+    if form == "expanded":
+        return table[:1, : width // 2].expand(tokens, -1)
+
+    if form == "single" and tokens < 2:
+        return rows.as_strided(rows.shape, (2**40, 1))
+
+    return rows
 
 
 @st.composite
@@ -75,6 +104,9 @@ def no_tables(draw, tokens, width):
     table = torch.ones(shape, dtype=torch.complex64)
     wrong = {
         "conjugate": (ValueError, table.conj()),
+        "negative": (ValueError, torch._neg_view(table)),
+        "negative conjugate": (ValueError, torch._neg_view(table.conj())),
+        "lazy": (ValueError, torch.nn.parameter.UninitializedParameter()),
         "real": (TypeError, torch.ones(tokens, width)),
         "complex128": (TypeError, table.to(torch.complex128)),
         "complex32": (TypeError, table.real.half().to(torch.complex32)),
@@ -192,7 +224,19 @@ def calls(draw, *, is_right=False):
         else:
             drawn["out"] = fuzz.right(draw(heads(shape, dtype, is_written=True)))
 
-    return fuzz.Call.of(drawn, errors)
+    def of_leaves(leaves):
+        wrong_leaves = {"out": ValueError} if "out" in drawn else {}
+
+        return wrong_leaves | (
+            {"rope": NotImplementedError} if "rope" in leaves else {}
+        )
+
+    mode = "no grad"
+
+    if not is_right:
+        mode = draw(fuzz.modes_and_leaves(drawn, errors, of_leaves=of_leaves))
+
+    return fuzz.Call.of(drawn, errors, mode)
 
 
 @st.composite
@@ -243,7 +287,7 @@ def check_call(call, *, is_truncated=False):
 
     if not call.errors and not call.is_unsure:
         input, weight, rope = (
-            arguments[name].clone().as_subclass(torch.Tensor)
+            arguments[name].detach().clone().as_subclass(torch.Tensor)
             for name in ("input", "weight", "rope")
         )
         wanted = reference.qk_norm_rope_in_float64(
@@ -256,13 +300,12 @@ def check_call(call, *, is_truncated=False):
         assert (result.shape, result.dtype) == (input.shape, input.dtype)
 
         if wanted is not None:
-            plain = result.as_subclass(torch.Tensor)
+            plain = result.detach().as_subclass(torch.Tensor)
             assert reference.rotation_error(plain, wanted) <= _units(
                 plain, is_truncated
             )
 
-    with torch.no_grad():
-        return fuzz.run(qk_norm_rope, call, check, written=("out",))
+    return fuzz.run(qk_norm_rope, call, check, written=("out",))
 
 
 @st.composite
@@ -331,8 +374,8 @@ def calls_of_pack(draw, *, is_right=False):
             buffer = drawn[f"{name}_out"].value
             drawn[f"{name}_prefix"] = fuzz.right(buffer[:, :prefix])
 
-    if "overlap" in wrong and not wrong & {*own} and 0 not in own["q"]:
-        what = draw(st.sampled_from(["q", "k_out", "k_src"]))
+    if "overlap" in wrong and not wrong - {"overlap"} and 0 not in own["q"]:
+        what = draw(st.sampled_from(["q", "k_out", "k_src", "any", "any", "any"]))
 
         if what == "q":
             drawn["v_src"] = fuzz.right(drawn["q"].value[:, :, :1].expand(behind))
@@ -343,8 +386,63 @@ def calls_of_pack(draw, *, is_right=False):
         elif prefix + tokens > 1 and prefix:
             drawn["k_src"] = fuzz.right(drawn["k_out"].value[:, prefix - 1 : -1])
             errors["k_out"] = ValueError
+        elif what == "any":
+            draw(_overlaps(drawn, errors))
+    elif not wrong and num_heads == num_kv_heads and draw(st.booleans()):
+        packed = torch.randn(batch, prefix + tokens, 3, num_heads, width).to(dtype)
+        drawn["q"] = fuzz.right(packed[:, prefix:, 0])
+        drawn["k_out"] = fuzz.right(packed[:, :, 1])
+        drawn["v_out"] = fuzz.right(packed[:, :, 2])
 
-    return fuzz.Call.of(drawn, errors)
+    mode = "no grad"
+
+    if not is_right:
+        mode = draw(
+            fuzz.modes_and_leaves(
+                drawn,
+                errors,
+                of_leaves=lambda leaves: {"qk_norm_rope_pack_": NotImplementedError},
+            )
+        )
+
+    return fuzz.Call.of(drawn, errors, mode)
+
+
+@st.composite
+def _overlaps(draw, drawn, errors):
+    """Another argument that begins where one begins that is written."""
+
+    written = draw(st.sampled_from(["q", "k_out", "v_out"]))
+    others = ["q_weight", "k_weight", "rope", "k_prefix", "v_prefix", "k_src", "v_src"]
+    # Rows of its own may be rows of the buffer.
+    own = {"k_out": ("k_prefix", "k_src"), "v_out": ("v_prefix", "v_src")}
+    name = draw(st.sampled_from([n for n in others if n not in own.get(written, ())]))
+
+    if name not in drawn or drawn[name].value.numel() == 0:
+        return
+
+    memory, tensor = drawn[written].value, drawn[name].value
+    offset = memory.storage_offset()
+    shape = tensor.shape
+
+    if name == "rope":
+        if memory.dtype != torch.float32 or offset % 2:
+            return
+
+        memory = torch.empty(0, dtype=torch.complex64).set_(memory.untyped_storage())
+        offset //= 2
+
+    strides = torch.empty(shape, device="meta").stride()
+
+    if memory.untyped_storage().nbytes() < memory.element_size() * (
+        offset + shape.numel()
+    ):
+        return
+
+    drawn[name] = fuzz.right(
+        memory.as_subclass(torch.Tensor).as_strided(shape, strides, offset)
+    )
+    errors[written] = ValueError
 
 
 def check_pack(call, *, is_truncated=False):
@@ -355,7 +453,7 @@ def check_pack(call, *, is_truncated=False):
 
     if not call.errors and not call.is_unsure:
         copies = {
-            name: value.clone().as_subclass(torch.Tensor)
+            name: value.detach().clone().as_subclass(torch.Tensor)
             for name, value in arguments.items()
             if isinstance(value, torch.Tensor)
         }
@@ -369,7 +467,7 @@ def check_pack(call, *, is_truncated=False):
 
         if wanted is not None:
             for result, (expected, is_exact) in zip(results, wanted, strict=True):
-                plain = result.as_subclass(torch.Tensor)
+                plain = result.detach().as_subclass(torch.Tensor)
 
                 for rows, exact in is_exact:
                     if exact:
@@ -380,10 +478,7 @@ def check_pack(call, *, is_truncated=False):
                         )
                         assert error <= _units(plain, is_truncated)
 
-    with torch.no_grad():
-        return fuzz.run(
-            qk_norm_rope_pack_, call, check, written=("q", "k_out", "v_out")
-        )
+    return fuzz.run(qk_norm_rope_pack_, call, check, written=("q", "k_out", "v_out"))
 
 
 def _pack_in_float64(
@@ -423,6 +518,7 @@ def calls_with_gradients(draw):
 
     call = draw(calls(is_right=True))
     call.arguments.pop("out", None)
+    call.mode = "grad"
     leaves = draw(st.sets(st.sampled_from(["input", "weight"]), min_size=1))
     fuzz.make_leaves(call, leaves)
     input = call.arguments["input"]

@@ -20,6 +20,7 @@ from threads import in_threads
 import ninetoothed_patches
 import ntops_ext
 from ninetoothed_patches import host_driver, materializer
+from ninetoothed_patches.locks import ProcessLock
 from ntops_ext import _handles
 from ntops_ext.torch import _gated_rms_norm, _launch, _qk_norm_rope, _qk_norm_rope_pack
 
@@ -390,6 +391,26 @@ def test_a_child_of_the_thread_that_stands_in(monkeypatch):
 
     fork()
     assert in_threads(1, lambda index: fork()) == []
+
+
+@needs_fork
+def test_a_child_leaves_the_block_that_it_was_forked_in():
+    """By the lock that was taken: that of the child is another, which nobody holds."""
+
+    lock = ProcessLock()
+    child, status = -1, 1
+
+    try:
+        with lock.held():
+            child = os.fork()
+
+        with lock.held():
+            status = 0
+    finally:
+        if child == 0:
+            os._exit(status)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @needs_fork

@@ -75,6 +75,16 @@ def test_a_group_of_3_5_or_7_pieces_is_not_padded(group_size):
         assert configs.gated_rms_norm_config(group_size, num_groups).holds_pieces
 
 
+@pytest.mark.parametrize("group_size", [1536, 10240])
+def test_groups_that_were_slower_in_pieces_are_padded(group_size):
+    """Of a gate that is read element by element, and on 16 warps."""
+
+    for num_groups in NUM_GROUPS:
+        config = configs.gated_rms_norm_config(group_size, num_groups)
+
+        assert config.columns_per_piece is None
+
+
 def test_what_is_held_fits_in_registers():
     """At most 64 float32 values of a tensor a thread."""
 
@@ -149,13 +159,23 @@ def test_next_power_of_2(value, expected):
     assert configs.next_power_of_2(value) == expected
 
 
-@pytest.mark.parametrize("kilobytes, stages", [(227, 4), (99, 4), (64, 2), (32, 1)])
-def test_what_is_on_its_way_fits_in_shared_memory(kilobytes, stages):
-    """4096 columns of three tensors of 2 bytes are 24 KiB a step, beside 20 KiB of other use."""
+@pytest.mark.parametrize(
+    "group_size, kilobytes, stages",
+    [
+        # 24 KiB a step, beside 20 KiB of other use.
+        *((4096, 227, 4), (4096, 99, 4), (4096, 64, 2), (4096, 32, 1)),
+        # Five pieces of 1024 columns: 30 KiB, beside 24.
+        *((5120, 99, 3), (5120, 64, 2), (5120, 48, 1)),
+        # 8 rows at once: 6 KiB, beside 8.
+        *((128, 24, 3), (128, 16, 2), (128, 8, 1)),
+    ],
+)
+def test_what_is_on_its_way_fits_in_shared_memory(group_size, kilobytes, stages):
+    """The rows of three tensors of 2 bytes, in a step."""
 
-    config = configs.gated_rms_norm_backward_config(4096, 1)
+    config = configs.gated_rms_norm_backward_config(group_size, 1)
 
-    assert configs.pipeline_stages(config, 4096, 6, 1024 * kilobytes) == stages
+    assert configs.pipeline_stages(config, group_size, 6, 1024 * kilobytes) == stages
 
 
 def test_a_device_without_a_limit_has_all_stages():

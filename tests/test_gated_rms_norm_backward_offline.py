@@ -66,6 +66,7 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
     "columns",
     [
         128,
+        384,
         512,
         *(
             pytest.param(columns, marks=pytest.mark.slow)
@@ -86,6 +87,32 @@ def test_no_register_is_spilled(monkeypatch, columns, norm_before_gate):
     )
 
     assert not any(spills(binary) for binary in binaries)
+
+
+@pytest.mark.parametrize("has_gate, stages", [(True, 2), (False, 3)])
+def test_as_many_steps_are_on_their_way_as_the_device_has_room_for(
+    monkeypatch, has_gate, stages
+):
+    """A step is the rows of all tensors: 16 KiB of two, 24 of three, of 64 in all."""
+
+    launches = []
+    monkeypatch.setattr(
+        _launch, "launch", lambda handle, device, *given: launches.append(given)
+    )
+    monkeypatch.setattr(_launch, "shared_memory", lambda device: 64 * 1024)
+    monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
+    input, gate, grad_output = torch.zeros(3, 3, 4096, dtype=torch.bfloat16)
+    options = 1e-5, None, True, "silu", 0.0
+    _gated_rms_norm_backward._layouts_of_calls.clear()
+    _gated_rms_norm_backward.backward(
+        *(grad_output, input, None, gate if has_gate else None, None),
+        *options,
+        (True, False, False, False),
+    )
+    _gated_rms_norm_backward._layouts_of_calls.clear()
+    ((*_, pipeline_stages),) = launches
+
+    assert pipeline_stages == stages
 
 
 @pytest.mark.parametrize("columns", [512, 1000, 3584])

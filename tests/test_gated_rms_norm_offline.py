@@ -173,6 +173,15 @@ def test_accesses_of_groups_read_piece_by_piece_are_wide(monkeypatch, width):
     assert ".local" not in ptx
 
 
+def test_a_group_that_is_held_in_pieces_is_read_once(monkeypatch):
+    """Input, gate and weight, each of them a load a piece."""
+
+    call = make_call(NUM_ROWS, 384, mode="gate_first-silu", dtype=torch.bfloat16)
+    accesses = global_accesses(compile_call(monkeypatch, call, "sm_90").asm["ptx"])
+
+    assert accesses == {"ld.v2.b32": 9, "st.v2.b32": 3}
+
+
 @pytest.mark.parametrize("width", [512, 640])
 def test_a_row_of_one_warp_needs_no_barrier(monkeypatch, width):
     """The sum stays in the warp."""

@@ -11,6 +11,7 @@ to, for `launch_fuzz_corpus.json`, whose lists of steps are done again by each r
 import json
 import os
 import pathlib
+import sys
 import time
 
 import launch_fuzz
@@ -20,6 +21,10 @@ from launch_fuzz import Difference, Steps, dumps, fails, quick_compiler, session
 
 from ninetoothed_patches import call_key, plan_cache, triton_abi
 from ntops_ext.torch import _prepared
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "scripts"))
+
+from environment import describe_environment  # noqa: E402
 
 CORPUS = json.loads(
     pathlib.Path(__file__).with_name("launch_fuzz_corpus.json").read_text()
@@ -101,6 +106,7 @@ def test_very_many_random_calls():
         began = time.monotonic()
         done = run(steps.take(min(CALLS_OF_A_SESSION, num_calls - start)), **options)
         record = {
+            "benchmark": "launch-fuzz",
             "seed": seed,
             "session": number,
             **options,
@@ -109,6 +115,7 @@ def test_very_many_random_calls():
             "counts": dict(sorted(done.counts.items())),
             "bypasses": dict(sorted(done.reasons.items())),
             "differences": 0,
+            "environment": describe_environment(),
         }
 
         if output is not None:

@@ -13,6 +13,7 @@ import operator_fuzz as fuzz
 import operator_fuzz_gated_rms_norm as of_norm
 import operator_fuzz_module as of_module
 import operator_fuzz_qk_norm_rope as of_rope
+import operator_fuzz_rounding as of_rounding
 import pytest
 import torch
 
@@ -43,6 +44,7 @@ FUZZED = {
     "qk_norm_rope_pack_": (of_rope.calls_of_pack, of_rope.check_pack, 25),
     "GatedRMSNorm": (of_module.constructions, of_module.check_construction, 60),
     "GatedRMSNorm, calls": (of_module.forwards, of_module.check_forward, 40),
+    "eager_rounding": (of_rounding.calls, of_rounding.check_call, 40),
 }
 
 
@@ -176,6 +178,17 @@ def test_a_group_size_may_be_narrower_than_the_number_of_columns(kind):
         gated_rms_norm(input, group_size=kind(0))
 
 
+@pytest.mark.parametrize(
+    "name", ["eps", "group_size", "norm_before_gate", "weight_offset", "activation"]
+)
+def test_an_option_that_has_no_hash_is_refused_by_name(name):
+    """Whatever it raises instead."""
+
+    for option in ([1], np.timedelta64(1), np.timedelta64(1, "s"), {}):
+        with pytest.raises((TypeError, ValueError), match=f"`{name}`"):
+            gated_rms_norm(torch.ones(2, 8), **{name: option})
+
+
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_an_out_of_inference_mode_is_refused_by_name(is_recorded):
     """PyTorch writes it in inference mode only, and names no argument."""
@@ -275,6 +288,32 @@ def test_memory_beside_the_output_is_looked_at():
 
     with pytest.raises(AssertionError, match="memory"):
         run(lambda input: input.zero_(), input=torch.ones(4))
+
+    for hide in (fuzz._Wrapper, fuzz._Disguised):
+        with pytest.raises(AssertionError, match="memory"):
+            run(lambda input: hidden.zero_(), input=hide(hidden := torch.ones(4)))
+
+    # What is written may be a wrapper.
+    assert run(lambda out: out.zero_(), out=fuzz._Wrapper(torch.ones(4))) == "computed"
+
+
+@pytest.mark.parametrize("are_heads", [False, True])
+def test_memory_beside_rows_far_apart_is_looked_at(are_heads):
+    """Where there is too much to look at all of it."""
+
+    out = fuzz.embedded((3, 4), torch.float16, "far apart")
+    assert out.stride(0) > 2**30
+    out = out.view(3, 2, 2)[None] if are_heads else out
+    run(lambda out: out.fill_(1), out=out)
+
+    def writes_beside(out):
+        out.as_strided((1,), (1,), out.storage_offset() + 2 * (2**30 + 16) + 4).fill_(1)
+
+    with pytest.raises(AssertionError, match="memory"):
+        run(writes_beside, out=out)
+
+    with pytest.raises(AssertionError, match="memory"):
+        run(lambda input: input.fill_(2), input=out)
 
 
 def test_errors_that_are_not_documented_are_noticed():

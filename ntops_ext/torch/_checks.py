@@ -12,6 +12,9 @@ _MAX_OVERLAP_WORK = 10**5
 
 _LARGEST_FLOAT = sys.float_info.max
 
+# Numbers to Python, and none to an operator: NumPy takes durations for integers.
+NO_NUMBERS = (bool, np.timedelta64)
+
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -136,7 +139,7 @@ def check_number(name, value):
     if type(value) in (float, int) and -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
         return
 
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, NO_NUMBERS):
         raise TypeError(f"`{name}` must be a number, but is a {type_name(value)}.")
 
     try:

@@ -412,7 +412,9 @@ def _check_group_size(group_size, num_columns):
     if group_size is None:
         return
 
-    if not isinstance(group_size, numbers.Integral) or isinstance(group_size, bool):
+    if not isinstance(group_size, numbers.Integral) or isinstance(
+        group_size, _checks.NO_NUMBERS
+    ):
         raise TypeError(
             f"`group_size` must be an int or None, but is a"
             f" {_checks.type_name(group_size)}."

@@ -54,9 +54,10 @@ class Layouts:
                 *map(torch.Tensor.stride, tensors),
             )
             kept = self._kept.get(key)
-        except (AttributeError, TypeError, RuntimeError):
+        except (AttributeError, TypeError, RuntimeError, ValueError):
             # What has no shape is no tensor, what has no strides is no dense one, and what
-            # has no hash is no option: the error to raise is the one that names it.
+            # has no hash is no option: the error to raise is the one that names it. NumPy's
+            # durations without a unit raise a ValueError.
             self._check_kinds(arguments)
             self._check(*arguments, *options)
 

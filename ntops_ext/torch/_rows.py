@@ -15,7 +15,10 @@ _KNOWN_DIVISOR = 16
 def fits(tensor):
     """Whether a row of `tensor`, or what is a row itself, has no offset too large."""
 
-    return (tensor.shape[-1] - 1) * tensor.stride(-1) <= MAX_OFFSET
+    # Where there is no element, strides mean nothing, and a copy has the same.
+    return (
+        not tensor.numel() or (tensor.shape[-1] - 1) * tensor.stride(-1) <= MAX_OFFSET
+    )
 
 
 def merge_rows(tensors):
