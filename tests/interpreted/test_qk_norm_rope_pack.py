@@ -507,7 +507,9 @@ def test_an_empty_table_of_any_stride():
     ]
     qk_norm_rope_pack_(*inputs.arguments())
 
-    assert_equal_bits([inputs.k_out, inputs.v_out], [inputs.k_prefix, inputs.v_prefix])
+    assert_all_equal_bits(
+        [inputs.k_out, inputs.v_out], [inputs.k_prefix, inputs.v_prefix]
+    )
 
 
 def test_special_values():
