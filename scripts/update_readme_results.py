@@ -463,29 +463,106 @@ def _outcome(outcome):
     return f"{outcome['passed']}{failed}{skipped}"
 
 
-def supported_versions(folder):
-    """Of each package, the versions of the environments that `check_versions.py` made."""
+def has_failed(record):
+    """Whether a test failed in an environment of `check_versions.py`, or none of a kind ran."""
 
-    environments = [
-        record["environment"] for record in results.read(folder / "versions.jsonl")
-    ]
+    return any(
+        outcome["failed"] or not outcome["passed"]
+        for outcome in record["outcomes"].values()
+    )
 
-    def tried(name):
-        versions = {one[name].partition("+")[0] for one in environments}
 
-        return ", ".join(
-            sorted(versions, key=lambda version: [*map(int, version.split("."))])
-        )
+# What is the same with every version of a package need not be tried with each.
+_SAME = {"triton": {"PyTorch"}}
 
-    names = {"python": "Python", "ninetoothed": "NineToothed", "torch": "PyTorch"} | {
-        "triton": "Triton",
-        "numpy": "NumPy",
+
+def tried(records, package, kinds=None):
+    """The versions of a package with which tests of all kinds, or of some, ran and passed.
+
+    :return: Tuples of numbers, the oldest first.
+    """
+
+    everything = {kind for record in records for kind in record["outcomes"]}
+    needed = kinds or everything - _SAME.get(package, set())
+    versions = {
+        record["environment"][package].partition("+")[0]
+        for record in records
+        if needed <= record["outcomes"].keys() and not has_failed(record)
     }
 
+    numbers = [[int(part) for part in version.split(".")] for version in versions]
+
+    # Patches of Python change no behaviour that matters here.
+    return sorted({tuple(one[:2] if package == "python" else one) for one in numbers})
+
+
+def supported(versions):
+    """The range that pyproject.toml gives a package: to the last patch of the newest that was tried.
+
+    :param versions: As `tried` returns them.
+    """
+
+    (*newest, last), oldest = versions[-1][:2], versions[0]
+
+    return f">={_dotted(oldest)},<{_dotted([*newest, last + 1])}"
+
+
+def _in_words(versions):
+    newest = _dotted(versions[-1][:2])
+
+    return newest if len(versions) == 1 else f"{_dotted(versions[0])} to {newest}"
+
+
+def _dotted(version):
+    return ".".join(map(str, version))
+
+
+def supported_versions(folder):
+    """Of each package, the versions that `check_versions.py` tried, and those on GPUs."""
+
+    records = results.read(folder / "versions.jsonl")
+    on_gpus = [
+        record["environment"]
+        for path in sorted(folder.parent.glob("*/*.jsonl"))
+        for record in results.read(path)
+        if record.get("environment", {}).get("gpu", "none") != "none"
+    ]
+    gpus = " and ".join(sorted({environment["gpu"] for environment in on_gpus}))
+    plans = {"launch plans"}
+
+    def row(package, title):
+        versions = tried(records, package)
+        words = _in_words(versions)
+
+        if tried(records, package, plans)[0] < versions[0]:
+            words += f"; launch plans {_in_words(tried(records, package, plans))}"
+
+        names = {
+            environment[package].partition("+")[0]
+            for environment in on_gpus
+            if package in environment
+        }
+
+        return (
+            title,
+            words,
+            ", ".join(map(_dotted, tried(records, package, plans))),
+            ", ".join(sorted(names)) or "not recorded",
+        )
+
     return _rows(
-        ("package", "versions tried"),
-        [(title, tried(name)) for name, title in names.items()],
+        ("package", "supported", "tried without a GPU", f"on {gpus}"),
+        [row(package, title) for package, title in _PACKAGES.items()],
     )
+
+
+_PACKAGES = {
+    "python": "Python",
+    "ninetoothed": "NineToothed",
+    "torch": "PyTorch",
+    "triton": "Triton",
+    "numpy": "NumPy",
+}
 
 
 TABLES = {

@@ -105,8 +105,25 @@ def test_tests_that_did_not_run_are_a_failure(text, file, tmp_path, monkeypatch)
 
     outcomes = outcomes_of(tmp_path, text, monkeypatch, file)
 
-    assert check_versions.has_failed({"outcomes": outcomes})
+    assert update_readme_results.has_failed({"outcomes": outcomes})
     assert any(outcome["failures"] for outcome in outcomes.values())
+
+
+def test_a_file_of_which_all_tests_are_skipped_is_a_failure(tmp_path, monkeypatch):
+    """The kernel of that file was not compiled, whatever others were."""
+
+    outcomes = outcomes_of(
+        tmp_path,
+        "import pytest\n"
+        "@pytest.mark.skip(reason='of this')\n"
+        "@pytest.mark.parametrize('number', range(3))\n"
+        "def test_skipped(number): pass\n",
+        monkeypatch,
+    )
+
+    assert outcomes["kind"]["skipped"] == 3
+    assert outcomes["kind"]["failures"] == ["tests.test_it: every test was skipped"]
+    assert not outcomes["other"]["failures"]
 
 
 def test_a_failure_is_seen_in_the_table():
@@ -122,7 +139,7 @@ def test_a_failure_is_seen_in_the_table():
     *_, row = update_readme_results.versions_table([record])
 
     assert "| 5, 2 failed (3 skipped) | all |" in row
-    assert check_versions.has_failed(record)
+    assert update_readme_results.has_failed(record)
 
 
 @pytest.mark.skipif(
