@@ -62,7 +62,7 @@ class Environment:
         return f"{self.python}-{self.torch}-{self.triton}"
 
 
-# The interpreter of older Tritons takes one-element arrays for numbers, as NumPy did before 2.4.
+# The interpreter up to Triton 3.6 takes one-element arrays for numbers, as NumPy did before 2.4.
 _OLDER_NUMPY = ("numpy<2.4",)
 
 ENVIRONMENTS = (
@@ -88,8 +88,8 @@ ENVIRONMENTS = (
         for version, pins in (
             ("3.3.1", _OLDER_NUMPY),
             ("3.4.0", _OLDER_NUMPY),
-            ("3.5.1", ()),
-            ("3.6.0", ()),
+            ("3.5.1", _OLDER_NUMPY),
+            ("3.6.0", _OLDER_NUMPY),
             ("3.7.1", ()),
             ("3.8.0", ()),
         )

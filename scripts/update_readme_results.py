@@ -436,12 +436,13 @@ def versions_table(records):
     kinds = {kind: None for record in records for kind in record["outcomes"]}
 
     return _rows(
-        ("Python", "PyTorch", "Triton", "NumPy", *kinds, "tests"),
+        ("Python", "PyTorch", "Triton", "NumPy", *kinds, "tests", "commit"),
         [
             (
                 *(record["environment"][name] for name in _VERSIONED),
                 *(_outcome(record["outcomes"].get(kind)) for kind in kinds),
                 "all" if record["is_full"] else "some",
+                record["environment"]["commit"],
             )
             for record in records
         ],
@@ -507,7 +508,9 @@ def supported(versions):
     return f">={_dotted(oldest)},<{_dotted([*newest, last + 1])}"
 
 
-def _in_words(versions):
+def in_words(versions):
+    """The same range."""
+
     newest = _dotted(versions[-1][:2])
 
     return newest if len(versions) == 1 else f"{_dotted(versions[0])} to {newest}"
@@ -517,25 +520,31 @@ def _dotted(version):
     return ".".join(map(str, version))
 
 
+def environments_with_a_gpu(folders):
+    """Those of all records of these folders that were made on a GPU."""
+
+    return [
+        record["environment"]
+        for path in sorted(folders.glob("*/*.jsonl"))
+        for record in results.read(path)
+        if record.get("environment", {}).get("gpu", "none") != "none"
+    ]
+
+
 def supported_versions(folder):
     """Of each package, the versions that `check_versions.py` tried, and those on GPUs."""
 
     records = results.read(folder / "versions.jsonl")
-    on_gpus = [
-        record["environment"]
-        for path in sorted(folder.parent.glob("*/*.jsonl"))
-        for record in results.read(path)
-        if record.get("environment", {}).get("gpu", "none") != "none"
-    ]
+    on_gpus = environments_with_a_gpu(folder.parent)
     gpus = " and ".join(sorted({environment["gpu"] for environment in on_gpus}))
     plans = {"launch plans"}
 
     def row(package, title):
         versions = tried(records, package)
-        words = _in_words(versions)
+        words = in_words(versions)
 
         if tried(records, package, plans)[0] < versions[0]:
-            words += f"; launch plans {_in_words(tried(records, package, plans))}"
+            words += f"; launch plans {in_words(tried(records, package, plans))}"
 
         names = {
             environment[package].partition("+")[0]

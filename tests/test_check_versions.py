@@ -130,7 +130,9 @@ def test_a_failure_is_seen_in_the_table():
     """Next to what passed and what was skipped."""
 
     record = {
-        "environment": dict.fromkeys(("python", "torch", "triton", "numpy"), "1.0"),
+        "environment": dict.fromkeys(
+            ("python", "torch", "triton", "numpy", "commit"), "1.0"
+        ),
         "outcomes": {
             "some kind": {"passed": 5, "failed": 2, "skipped": 3, "failures": ["a"]}
         },
@@ -138,7 +140,7 @@ def test_a_failure_is_seen_in_the_table():
     }
     *_, row = update_readme_results.versions_table([record])
 
-    assert "| 5, 2 failed (3 skipped) | all |" in row
+    assert "| 5, 2 failed (3 skipped) | all | 1.0 |" in row
     assert update_readme_results.has_failed(record)
 
 
