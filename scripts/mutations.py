@@ -1603,7 +1603,9 @@ _KERNELS = (
         old="        dilation=(row_stride, 1),\n",
         new="        dilation=(1, 1),\n",
         promise="Rows of a program are a compiled-in stride apart.",
-        tests=(_GATED_KERNEL + "::test_a_layout_changes_no_bit",),
+        tests=(
+            _GATED_KERNEL + "::test_row_strides_that_are_compiled_in_beside_others",
+        ),
     ),
     Mutation(
         name="compiled-in-stride-between-tiles",
@@ -1611,7 +1613,9 @@ _KERNELS = (
         old="        strides=(num_rows * row_stride, num_columns),\n",
         new="        strides=(row_stride, num_columns),\n",
         promise="Programs are their rows times a compiled-in stride apart.",
-        tests=(_GATED_KERNEL,),
+        tests=(
+            _GATED_KERNEL + "::test_row_strides_that_are_compiled_in_beside_others",
+        ),
     ),
     Mutation(
         name="compiled-in-stride-loses-a-row",

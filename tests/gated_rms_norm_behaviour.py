@@ -603,6 +603,35 @@ def test_column_slices_of_real_models(device, row_stride):
     call.check(call.run())
 
 
+@pytest.mark.parametrize(
+    "rows, columns, row_stride",
+    [(40, 32, 38), (40, 20, 48), (5, 520, 1046), (3, 640, 646)],
+)
+@pytest.mark.parametrize("sliced", ["input", "gate", "out"])
+def test_row_strides_that_are_compiled_in_beside_others(
+    device, is_kernel, rows, columns, row_stride, sliced
+):
+    """All but 32, 48 and 640 are: of one tensor one, of the others the other. Rows fill programs, and do not."""
+
+    call = make_call(rows, columns, mode="gate_first-silu", device=device)
+    out = torch.full((rows, columns), float("nan"), device=device)
+    expected = call.run(out=out).clone()
+    wide = torch.full((rows, row_stride), float("nan"), device=device)
+    view = wide[:, :columns]
+
+    if sliced == "out":
+        result = call.run(out=view)
+    else:
+        view.copy_(call.tensors[sliced])
+        result = call.with_tensors(**{sliced: view}).run(out=out.fill_(float("nan")))
+
+    call.check(result)
+    assert wide[:, columns:].isnan().all()
+
+    if is_kernel:
+        assert_equal_bits(result, expected)
+
+
 def test_five_dimensions_that_do_not_merge(device):
     """Any number of dimensions, in any order."""
 
