@@ -177,8 +177,8 @@ def norm_in_place(**keywords):
     return arguments, keywords | {"out": arguments[0]}
 
 
-def norm_of_slices():
-    projection = torch.zeros(6, 640, dtype=torch.bfloat16)
+def norm_of_slices(width=640):
+    projection = torch.zeros(6, width, dtype=torch.bfloat16)
 
     return (projection[:, :128], None, projection[:, 256:384]), {"group_size": 64}
 
@@ -205,6 +205,9 @@ CALLS = {
     "norm, out": ("gated_rms_norm", norm_out),
     "norm, in place": ("gated_rms_norm", norm_in_place),
     "norm, slices": ("gated_rms_norm", norm_of_slices),
+    # Row strides that 16 does not divide are compiled in.
+    "norm, slices of 648 columns": ("gated_rms_norm", lambda: norm_of_slices(648)),
+    "norm, 120 columns": ("gated_rms_norm", lambda: norm_out(columns=120)),
     "norm, no gate": ("gated_rms_norm", lambda: norm_arguments(gate=False)),
     "norm, bias": (
         "gated_rms_norm",
