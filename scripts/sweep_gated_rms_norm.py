@@ -12,12 +12,10 @@ one tiny shape runs in Triton's interpreter, and times mean nothing.
 import functools
 import sys
 
-import results
 import torch
 from command_line import make_parser, parse
-from environment import describe_environment, print_environment
-from sweeping import compile_ahead, measure_all
-from timing import NOT_MEANINGFUL, cold_device_time, wall_time, warm_device_time
+from sweeping import sweep
+from timing import cold_device_time, wall_time, warm_device_time
 
 from ntops_ext import configs
 from ntops_ext._handles import import_kernels, make_handle
@@ -63,23 +61,15 @@ def main(arguments):
         "--group-sizes", nargs="+", type=int, metavar="D", help="only these"
     )
     options = parse(parser, arguments)
-    shapes = choose_shapes(parser, options)
-    environment = describe_environment()
-    print_environment(environment)
 
-    if options.device == "cpu":
-        print(NOT_MEANINGFUL)
-    else:
-        jobs = [(shape, choice) for shape in shapes for choice in choices(shape[0])]
-        compile_ahead(compile_choice, jobs)
-
-    results.write(
-        options.output,
-        measure_all(shapes, lambda shape: measure(shape, options.device), print_best),
-        environment,
+    return sweep(
+        options,
+        choose_shapes(parser, options),
+        lambda shape: choices(shape[0]),
+        compile_choice,
+        measure,
+        print_best,
     )
-
-    return 0
 
 
 def choose_shapes(parser, options):

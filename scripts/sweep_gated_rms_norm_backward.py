@@ -13,14 +13,12 @@ import contextlib
 import dataclasses
 import sys
 
-import results
 import torch
 from benchmark_gated_rms_norm_backward import own_gradients
 from command_line import make_parser, parse
-from environment import describe_environment, print_environment
 from gated_rms_norm_cases import Case
-from sweeping import compile_ahead, measure_all
-from timing import NOT_MEANINGFUL, cold_device_time, wall_time
+from sweeping import sweep
+from timing import cold_device_time, wall_time
 
 from ntops_ext import configs
 from ntops_ext.torch import _gated_rms_norm_backward
@@ -51,24 +49,16 @@ TINY = (32, 2, 3, True)
 
 def main(arguments):
     options = parse(make_parser(__doc__), arguments)
-    environment = describe_environment()
-    print_environment(environment)
     shapes = QUICK if options.quick else SHAPES
 
-    if options.device == "cpu":
-        shapes = (TINY,)
-        print(NOT_MEANINGFUL)
-    else:
-        jobs = [(shape, choice) for shape in shapes for choice in choices(*shape[:2])]
-        compile_ahead(compile_choice, jobs)
-
-    results.write(
-        options.output,
-        measure_all(shapes, lambda shape: measure(shape, options.device), print_best),
-        environment,
+    return sweep(
+        options,
+        (TINY,) if options.device == "cpu" else shapes,
+        lambda shape: choices(*shape[:2]),
+        compile_choice,
+        measure,
+        print_best,
     )
-
-    return 0
 
 
 def choices(group_size, num_groups):

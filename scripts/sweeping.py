@@ -2,24 +2,41 @@
 
 import multiprocessing
 
+import results
 from command_line import progress
+from environment import describe_environment, print_environment
+from timing import NOT_MEANINGFUL
 
 
-def compile_ahead(compile_choice, jobs):
-    """Call `compile_choice(*job)` for each of `jobs`, in as many processes as there are cores.
+def sweep(options, shapes, choices, compile_choice, measure, print_best):
+    """Write the records of each shape, and print its best before the next is measured.
 
-    Triton keeps what they compile on disk, for this process to find.
+    :param choices: A function of a shape: the launch choices that `measure` times.
+    :param compile_choice: A function of a shape and a choice, for a process of its own.
+    :param measure: A function of a shape and a device: the records.
+    :param print_best: A function of a shape and its records.
+    :return: The exit status.
     """
 
-    with multiprocessing.get_context("spawn").Pool() as pool:
-        pool.starmap(compile_choice, jobs, chunksize=1)
+    environment = describe_environment()
+    print_environment(environment)
 
+    if options.device == "cpu":
+        print(NOT_MEANINGFUL)
+    else:
+        jobs = [(shape, choice) for shape in shapes for choice in choices(shape)]
 
-def measure_all(shapes, measure, print_best):
-    """Yield the records of each shape, whose best are printed before the next is measured."""
+        # Triton keeps on disk what these processes compile, for this one to find.
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.starmap(compile_choice, jobs, chunksize=1)
 
-    for shape in progress(shapes, "shape"):
-        records = measure(shape)
-        print_best(shape, records)
+    def measure_all():
+        for shape in progress(shapes, "shape"):
+            records = measure(shape, options.device)
+            print_best(shape, records)
 
-        yield from records
+            yield from records
+
+    results.write(options.output, measure_all(), environment)
+
+    return 0
