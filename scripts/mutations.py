@@ -916,7 +916,7 @@ _ARGUMENTS = (
     Mutation(
         name="unsigned-offsets-of-chunks",
         file="ntops_ext/torch/_chunks.py",
-        old="MAX_OFFSET = 2**31 - 1\n",
+        old="from ntops_ext.torch._rows import MAX_OFFSET\n",
         new="MAX_OFFSET = 2**32 - 1\n",
         promise="No offset of a launch is beyond what 32 bits with a sign hold.",
         tests=(_CHUNKS,),

@@ -6,7 +6,7 @@ a range of packed rows, and is called with slices: their addresses hold what is 
 
 import dataclasses
 
-MAX_OFFSET = 2**31 - 1
+from ntops_ext.torch._rows import MAX_OFFSET
 
 # Triton compiles another kernel for a size that is not divisible by 16.
 _DIVISIBILITY = 16

@@ -2,10 +2,10 @@
 
 import torch
 
-from ntops_ext.torch import _launch
+from ntops_ext.torch import _launch, _rows
 
-# Offsets are computed in 32 bits.
-MAX_ELEMENTS = 2**31
+# Those that a launch can address.
+MAX_ELEMENTS = _rows.MAX_OFFSET + 1
 
 
 def add(handle, result, partial_sums):
