@@ -195,7 +195,7 @@ def compile_call(handle, *args, target, **kwargs):
             _source(handle._kernel, capture.args, triton_abi.tensor_attributes(target)),
             target=target,
             # Outside its debug mode Triton makes checks of integers for overflow, and then drops them. Without them
-            # the binary is the same, and compiling the kernels of `ntops_ext` takes a fifth less.
+            # the binary is the same, and is compiled sooner.
             options={**capture.options, "sanitize_overflow": False},
         )
     except OSError as error:

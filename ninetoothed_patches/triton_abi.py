@@ -19,6 +19,8 @@ from triton.runtime import driver as driver_config
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from ninetoothed_patches.call_key import ALIGNMENT
+
 OLDEST, NEWEST = (3, 2), (3, 9)
 
 SUPPORTED = "3.2 to 3.9"
@@ -232,7 +234,7 @@ def tensor_attributes(target):
 
 def _alignment(tensor):
     # As every backend writes it that looks at nothing else.
-    return "D" if tensor.data_ptr() % 16 == 0 else ""
+    return "D" if tensor.data_ptr() % ALIGNMENT == 0 else ""
 
 
 def kernel_arguments(compiled, bound):
