@@ -70,7 +70,7 @@ class _Layout:
     weight_offset: float
     # Which tensors have rows with offsets that no kernel can compute.
     unaddressable: tuple
-    # None if there is nothing to compute.
+    # The launches; empty if there is nothing to compute.
     parts: list
     # The addresses with which `out` was checked for overlap.
     addresses: dict = dataclasses.field(default_factory=dict)
