@@ -139,7 +139,7 @@ def _sigmoid(sigmoid_argument, is_precise):
         sigmoid_value = ntl.div_rn(1.0, sigmoid_divisor)
     else:
         # A quotient takes 7 instructions, this 2; either is 2 units of a float32 off.
-        sigmoid_root = ntl.rsqrt(1.0 + ntl.exp(sigmoid_argument * -1.0))
+        sigmoid_root = ntl.rsqrt(1.0 + ntl.exp2(sigmoid_argument * -1.4426950408889634))
         sigmoid_value = sigmoid_root * sigmoid_root
 
     return sigmoid_value
@@ -157,10 +157,14 @@ def _complement_of_sigmoid(complement_argument, activation, is_precise):
             complement = ntl.div_rn(1.0, complement_divisor)
     else:
         if activation == 1:
-            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument * -1.0))
+            complement_root = ntl.rsqrt(
+                1.0 + ntl.exp2(complement_argument * -1.4426950408889634)
+            )
             complement = ntl.fma(complement_root * -1.0, complement_root, 1.0)
         else:
-            complement_root = ntl.rsqrt(1.0 + ntl.exp(complement_argument))
+            complement_root = ntl.rsqrt(
+                1.0 + ntl.exp2(complement_argument * 1.4426950408889634)
+            )
             complement = complement_root * complement_root
 
     return complement
@@ -196,13 +200,13 @@ def _sum_of_few_columns(few_terms):
     return few_total
 
 
-def _two_sums_of_columns(first_terms, second_terms):
+def _two_sums_of_columns(first_terms, second_terms, are_held_pieces):
     # `_sum_of_columns` of both; side by side, so that warps wait for one another half as
     # often, where there are several warps and registers are left.
     if first_terms.shape[1] >= 1024 and first_terms.shape[1] <= 4096:
         pair = ntl.permute(ntl.join(first_terms, second_terms), (2, 0, 1))
         pair = ntl.reshape(pair, (2 * first_terms.shape[0], first_terms.shape[1]))
-        pair_totals = _sum_of_columns(pair)
+        pair_totals = _sum_of_columns(pair, are_held_pieces)
         pair_totals = ntl.reshape(pair_totals, (2, first_terms.shape[0], 1))
         both_totals = ntl.split(ntl.permute(pair_totals, (1, 2, 0)))
     elif first_terms.shape[0] > 1:
@@ -210,8 +214,8 @@ def _two_sums_of_columns(first_terms, second_terms):
         second_total = _sum_of_few_columns(second_terms)
         both_totals = (first_total, second_total)
     else:
-        first_total = _sum_of_columns(first_terms)
-        second_total = _sum_of_columns(second_terms)
+        first_total = _sum_of_columns(first_terms, are_held_pieces)
+        second_total = _sum_of_columns(second_terms, are_held_pieces)
         both_totals = (first_total, second_total)
 
     return both_totals
@@ -339,7 +343,7 @@ def gated_rms_norm_backward_application(
             scale = scales[step, 0]
             mean_product = mean_products[step, 0]
         else:
-            totals = _two_sums_of_columns(squares, products)
+            totals = _two_sums_of_columns(squares, products, input.shape[1] > 1)
             square_total = totals[0]
             product_total = totals[1]
 
@@ -454,8 +458,8 @@ def gated_rms_norm_statistics_application(
         squares = ntl.fma(value, value, squares)
         products = ntl.fma(value, scaled * scaled_weight, products)
 
-    square_total = _sum_of_columns(squares)
-    product_total = _sum_of_columns(products)
+    square_total = _sum_of_columns(squares, False)
+    product_total = _sum_of_columns(products, False)
     scale = _inverse_root(
         ntl.fma(square_total, inverse_group_size, eps),
         input.dtype.dtype == ntl.float32,
