@@ -32,12 +32,15 @@ _COLUMNS_PER_PIECE = 8192
 
 _MAX_WARPS = 16
 
-# 1536 is the width of Mamba-2 130m, whose gate has row strides of 3352. While that was read element
-# by element, it took 1.15 times `torch.add` in pieces, padded 1.06 (dense, 1.01 and 1.05). 5 pieces of
-# 2048 leave 16 warps too few registers: 1.22 times, padded 1.05.
-_PADDED_ALL_THE_SAME = (1536, 10240)
+# 5 pieces of 2048 on 16 warps took 1.05 times `torch.add`, padded on 8 warps 1.04.
+_PADDED_ALL_THE_SAME = (10240,)
 
-# Fewer columns in a piece are too few for a warp, whose lanes take 4 of each piece.
+# Of a piece a thread takes 4 columns. 7 pieces of 1024 took 1.05 times `torch.add` so, by 2 columns 1.02;
+# 7 of 512 and 5 of 1024 are slower by 2.
+_COLUMNS_OF_A_PIECE = 4
+_BY_TWO_COLUMNS = (7168,)
+
+# Fewer columns in a piece are too few for a warp.
 _MIN_HELD_PIECE = 128
 
 # Fewer groups than this leave most of a GPU idle: then a program's latency is what counts.
@@ -67,9 +70,11 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
     piece = _held_piece(group_size)
 
     if piece is not None and group_size not in _PADDED_ALL_THE_SAME:
+        columns = 2 if group_size in _BY_TWO_COLUMNS else _COLUMNS_OF_A_PIECE
+
         return GatedRMSNormConfig(
             rows_per_program=1,
-            num_warps=min(piece // 128, _MAX_WARPS),
+            num_warps=min(piece // (32 * columns), _MAX_WARPS),
             columns_per_piece=piece,
             holds_pieces=True,
         )
@@ -82,21 +87,21 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1):
 
     # Several warps only where each has columns of its own, 256 or more: where they hold the
     # same ones, one may read what another has already written in place.
-    if lanes <= 64:
+    if lanes <= 128:
         return GatedRMSNormConfig(rows_per_program=1024 // lanes, num_warps=4)
 
     if lanes <= 256:
         return GatedRMSNormConfig(rows_per_program=512 // lanes, num_warps=2)
 
-    if lanes == 512:
+    if lanes == 512 and num_groups >= _FEW_GROUPS:
         return GatedRMSNormConfig(rows_per_program=1, num_warps=1)
 
-    if lanes == 1024:
+    if lanes <= 1024:
         return GatedRMSNormConfig(rows_per_program=2, num_warps=4)
 
     if num_groups < _FEW_GROUPS:
         return GatedRMSNormConfig(
-            rows_per_program=1, num_warps=8 if lanes <= 8192 else 16
+            rows_per_program=1, num_warps=min(lanes // 256, _MAX_WARPS)
         )
 
     if group_size <= 1280:

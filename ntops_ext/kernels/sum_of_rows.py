@@ -1,7 +1,8 @@
 """The sum of rows of float32, in a fixed order.
 
 The rows are taken in blocks, and each column's blocks are added one after the other; then
-the rows of a block, by halves. No bit depends on the launch but for the rows of a block.
+the rows of a block, by a tree (see `sum_of_rows_application`). No bit depends on the launch
+but for the rows and columns of a block.
 """
 
 import functools
@@ -26,9 +27,37 @@ def sum_of_rows_application(output, rows):
     for step in range(rows.shape[0]):
         sums += rows[step]
 
+    # By halves, until 8 warps hold 4 columns of one row a thread: so far a thread adds what it
+    # holds.
     for _ in ntl.static_range(16):
-        if sums.shape[0] > 1:
+        if sums.shape[0] > 8 and sums.shape[0] * sums.shape[1] > 1024:
             sums = ntl.sum(ntl.reshape(sums, (2, sums.shape[0] // 2, sums.shape[1])), 0)
+
+    # Then the rows of a warp, by halves.
+    if sums.shape[0] > 8:
+        by_warp = ntl.reshape(sums, (8, sums.shape[0] // 8, sums.shape[1]))
+
+        for _ in ntl.static_range(16):
+            if by_warp.shape[1] > 1:
+                by_warp = ntl.sum(
+                    ntl.reshape(
+                        by_warp, (8, 2, by_warp.shape[1] // 2, by_warp.shape[2])
+                    ),
+                    1,
+                )
+
+        sums = ntl.reshape(by_warp, (8, by_warp.shape[2]))
+
+    # Then those of the warps, by halves. What is split lies in one thread: so the first split
+    # brings them all there, in one exchange through shared memory.
+    for _ in ntl.static_range(3):
+        if sums.shape[0] > 1:
+            halves = ntl.split(
+                ntl.permute(
+                    ntl.reshape(sums, (2, sums.shape[0] // 2, sums.shape[1])), (1, 2, 0)
+                )
+            )
+            sums = halves[0] + halves[1]
 
     output = ntl.cast(ntl.reshape(sums, (sums.shape[1],)), output.dtype)  # noqa: F841
 
