@@ -1472,8 +1472,8 @@ _KERNELS = (
     Mutation(
         name="norm-squares-are-contracted",
         file=_NORM,
-        old="    held_total = _sum_of_columns(ntl.fma(held, held, 0.0))\n",
-        new="    held_total = _sum_of_columns(held * held)\n",
+        old="    held_total = _sum_of_columns(ntl.fma(held, held, 0.0), False)\n",
+        new="    held_total = _sum_of_columns(held * held, False)\n",
         promise="No sum of a product is left to the compiler.",
         tests=(_GATED_OFFLINE + "::test_no_sum_of_a_product_is_left_to_the_compiler",),
     ),
@@ -1506,8 +1506,8 @@ _KERNELS = (
     Mutation(
         name="norm-approximate-division",
         file=_NORM,
-        old="            gated = ntl.div_rn(ungated, factor_or_divisor)\n",
-        new="            gated = ungated / factor_or_divisor\n",
+        old="        gated = ntl.div_rn(ungated, factor_or_divisor)\n",
+        new="        gated = ungated / factor_or_divisor\n",
         promise="In float32 a sigmoid's division is rounded correctly.",
         tests=(
             _GATED_OFFLINE + "::test_float32_divides_and_takes_roots_with_rounding",
@@ -1781,8 +1781,8 @@ _KERNELS = (
     Mutation(
         name="gradient-sums-of-one-row-are-one",
         file=_NORM_GRADIENTS,
-        old="        second_total = _sum_of_columns(second_terms)\n",
-        new="        second_total = _sum_of_columns(first_terms)\n",
+        old="        second_total = _sum_of_columns(second_terms, are_held_pieces)\n",
+        new="        second_total = _sum_of_columns(first_terms, are_held_pieces)\n",
         promise="The mean of products is not that of squares.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
@@ -2092,7 +2092,7 @@ _LAUNCHES = (
     Mutation(
         name="held-pieces-that-are-slower",
         file=_CHOICES,
-        old="_PADDED_ALL_THE_SAME = (1536, 10240)\n",
+        old="_PADDED_ALL_THE_SAME = (10240,)\n",
         new="_PADDED_ALL_THE_SAME = ()\n",
         promise="Groups that are faster padded are padded.",
         tests=(_CONFIGS,),

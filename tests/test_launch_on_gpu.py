@@ -360,7 +360,7 @@ def test_proton_sees_every_launch(tmp_path):
 
         torch.cuda.synchronize()
         proton.finalize(session)
-        assert planned.cache_info().hits >= 10
+        assert planned.cache_info().bypasses == {"launch hook": 10}
         print(planned._kernel.__name__)
     """
     paths = [os.path.dirname(__file__), *sys.path]
