@@ -85,18 +85,18 @@ def test_a_call_without_gradients_pays_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "batch, tokens, heads, head_dim, item_size, expected",
     [
-        (1, 4096, 32, 128, 2, (8, 8, 1)),
+        (1, 4096, 32, 128, 2, (16, 8, 1)),
         (2, 4096, 32, 128, 2, (16, 8, 1)),
-        (1, 512, 32, 128, 2, (1, 8, 1)),
+        (1, 512, 32, 128, 2, (2, 8, 1)),
         (1, 1, 1, 128, 2, (1, 1, 1)),
         (1, 65536, 32, 128, 2, (16, 8, 1)),
-        (1, 4096, 4, 128, 2, (2, 4, 1)),
+        (1, 4096, 4, 128, 2, (4, 4, 1)),
         (1, 4096, 32, 128, 4, (16, 4, 1)),
         (1, 2, 1, 2**30, 2, (2, 1, 16)),
     ],
 )
 def test_choices(batch, tokens, heads, head_dim, item_size, expected):
-    """About 2048 programs, of at most 16 tokens, unless partial sums pass 32 bits."""
+    """About 1024 programs, of at most 16 tokens, unless partial sums pass 32 bits."""
 
     config = configs.qk_norm_rope_backward_config(
         batch=batch,
@@ -135,10 +135,10 @@ def test_partial_sums_can_be_addressed(batch, tokens, heads, head_dim):
 
 @pytest.mark.parametrize(
     "rows, columns, expected",
-    [(1, 128, (16, 8, 8)), (2048, 128, (512, 8, 8)), (100, 2, (128, 2, 8))],
+    [(1, 128, (16, 4, 8)), (2048, 128, (512, 4, 8)), (100, 2, (128, 2, 8))],
 )
 def test_choices_of_the_sum(rows, columns, expected):
-    """8 columns a program, up to 512 rows a step."""
+    """4 columns a program, up to 512 rows a step."""
 
     assert configs.sum_of_rows_config(rows, columns) == configs.SumOfRowsConfig(
         rows_per_step=expected[0],

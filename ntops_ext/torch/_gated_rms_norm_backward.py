@@ -490,7 +490,7 @@ def _make_handles(kernels, layout, arguments):
     sum_handle = make_handle(
         kernels.sum_of_rows.premake,
         num_columns=num_columns,
-        **dataclasses.asdict(configs.GATED_RMS_NORM_SUM_CONFIG),
+        **dataclasses.asdict(configs.gated_rms_norm_sum_config(num_columns)),
     )
 
     choices = (
