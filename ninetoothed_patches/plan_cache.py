@@ -193,6 +193,7 @@ class PlanCache:
     def _reset(self):
         # Held while an ordinary call is watched or tunes, which takes as long as compiling.
         self._calling = CallLock()
+        self._watcher = Watcher(self._launched, self._replace)
         self.recent = ()
         self._plans = {}
         self._queue = []
@@ -408,8 +409,8 @@ class PlanCache:
         if rule is not None:
             whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
 
-        if self._tuner is not None:
-            self._notice_tuner()
+        if self._tuner is not None and len(self._tuner.cache) != self.tuned:
+            self._calling.run(self._notice_tuner)
 
         key = (driver, device, self._state(), whole_key)
         plan = self._plans.get(key)
@@ -430,7 +431,9 @@ class PlanCache:
             return self.ordinary(arguments)
 
         if plan is None:
-            return self._prepare(key, call_key, arguments, addresses, made)
+            return self._calling.run(
+                self._prepare, key, call_key, arguments, addresses, made
+            )
 
         self._remember(plan, arguments, addresses, can_guard=rule is None)
         plan.stamp = next(self._clock)
@@ -475,12 +478,10 @@ class PlanCache:
             return True
 
     def _notice_tuner(self):
+        # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
         if len(self._tuner.cache) != self.tuned:
-            with self._calling.held():
-                # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
-                if len(self._tuner.cache) != self.tuned:
-                    self.clear()
-                    self.tuned = len(self._tuner.cache)
+            self.clear()
+            self.tuned = len(self._tuner.cache)
 
     def _unplannable_kinds(self, key, arguments):
         driver, device, _, (kinds, *_) = key
@@ -507,46 +508,45 @@ class PlanCache:
         if self._tuner is None:
             return launch(*arguments, **keywords)
 
-        with self._calling.held():
-            try:
-                return launch(*arguments, **keywords)
-            finally:
-                self.tuned = len(self._tuner.cache)
+        return self._calling.run(self._tuned, launch, arguments, keywords)
+
+    def _tuned(self, launch, arguments, keywords):
+        try:
+            return launch(*arguments, **keywords)
+        finally:
+            self.tuned = len(self._tuner.cache)
 
     # Plans, made and dropped.
 
     def _prepare(self, key, call_key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
-        with self._calling.held():
-            if self._made != made:
-                # While this thread waited, another has made a plan, maybe this one.
-                return self.call(call_key, arguments, addresses, has_waited=True)
+        if self._made != made:
+            # While this thread waited, another has made a plan, maybe this one.
+            return self.call(call_key, arguments, addresses, has_waited=True)
 
-            watcher = Watcher(self._launched)
+        try:
+            launched = self._ordinary(self._watcher.watch, arguments)
+        except BaseException:
+            with _CHANGING:
+                self._misses += 1
 
-            try:
-                self._ordinary(self._replace(watcher), arguments)
-            except BaseException:
-                with _CHANGING:
-                    self._misses += 1
+            raise
 
-                raise
+        reason = self._unplannable(launched, arguments)
 
-            reason = self._unplannable(watcher.launched, arguments)
+        if reason is not None:
+            self._count_bypass(reason)
 
-            if reason is not None:
-                self._count_bypass(reason)
+            return
 
-                return
+        driver, device, state, whole_key = key
 
-            driver, device, state, whole_key = key
+        if state[0] is not self._kernel.hash:
+            # The first call compiles, and that gives the kernel its hash.
+            key = (driver, device, self._state(), whole_key)
 
-            if state[0] is not self._kernel.hash:
-                # The first call compiles, and that gives the kernel its hash.
-                key = (driver, device, self._state(), whole_key)
-
-            self._keep(Plan(key, self._stores()[device], watcher.launched))
+        self._keep(Plan(key, self._stores()[device], launched))
 
     def _unplannable(self, launched, arguments):
         """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""

@@ -268,8 +268,8 @@ _LAUNCH_PLANS = (
         name="tuner-is-not-noticed",
         file=_CACHE,
         old="""\
-        if self._tuner is not None:
-            self._notice_tuner()
+        if self._tuner is not None and len(self._tuner.cache) != self.tuned:
+            self._calling.run(self._notice_tuner)
 
 """,
         new="",
@@ -425,16 +425,16 @@ _LAUNCH_PLANS = (
     Mutation(
         name="first-plan-without-the-kernels-hash",
         file=_CACHE,
-        old="            if state[0] is not self._kernel.hash:\n",
-        new="            if self._kernel.hash is None:\n",
+        old="        if state[0] is not self._kernel.hash:\n",
+        new="        if self._kernel.hash is None:\n",
         promise="The first call's plan is found by the second.",
         tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="waiting-thread-prepares-again",
         file=_CACHE,
-        old="            if self._made != made:\n",
-        new="            if self._made < made:\n",
+        old="        if self._made != made:\n",
+        new="        if self._made < made:\n",
         promise="Two threads with the same call make one plan.",
         tests=(_HAZARDS,),
     ),
@@ -604,8 +604,8 @@ _LAUNCH_PLANS = (
     Mutation(
         name="cancelled-compilation-is-planned",
         file="ninetoothed_patches/launch_plan.py",
-        old="            self.launched = None if compiled is None else (*asked, compiled)\n",
-        new="            self.launched = (*asked, compiled)\n",
+        old="            self._launched = None if compiled is None else (*asked, compiled)\n",
+        new="            self._launched = (*asked, compiled)\n",
         promise="A call whose compilation a hook cancels launches nothing, and raises nothing.",
         tests=(_HAZARDS,),
     ),
