@@ -62,12 +62,25 @@ class Watcher:
         return watched_launch
 
 
+class Kind:
+    """Stands in a plan's key for a driver, a device, and the types and devices of a call's arguments.
+
+    It is equal only to itself, so that a key is hashed and compared without these: they are half of its parts.
+    """
+
+    __slots__ = ("device", "driver")
+
+    def __init__(self, driver, device):
+        self.driver = driver
+        self.device = device
+
+
 class Plan:
     """One prepared launch. It holds no tensor, no address, no stream and no hook.
 
     `launch(stream, *addresses)` launches; it is None until the plan is first used. The other fields say for which calls.
 
-    :param key: Driver, device, Triton's state, and the call's own key.
+    :param key: A `Kind`, Triton's state, and the layout of the call.
     :param store: Where Triton keeps the kernels of that device.
     :param launched: What `Watcher.watch` returned, without tensors.
     """
@@ -91,7 +104,6 @@ class Plan:
 
     def __init__(self, key, store, launched):
         self.key = key
-        self.driver, self.device, self.state, _ = key
         self.store = store
         self.launched = launched
         self.launch = None
