@@ -28,7 +28,7 @@ from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 RECENT_PLANS = 4
 
 # How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
-# it costs about an ordinary call again, and there are workloads in which nothing comes twice.
+# it costs much of an ordinary call again, and there are workloads in which nothing comes twice.
 UNUSED_PLANS = 16
 
 # How many calls that came once are remembered, beside those that have plans.
@@ -68,7 +68,7 @@ def {name}(__handle, {parameters}, *__surplus):
         else:
             __plan = None
             __outline = {outline}
-            __key = __NEW if __cache.is_sparing and __cache.is_new(__outline) else {key}
+            __key = __NEW if __cache.unused > {most} and __cache.is_new(__outline) else {key}
     except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
         __plan = __key = None
@@ -218,7 +218,7 @@ class PlanCache:
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
         # How many of the last plans were never used, and, where that is too many, the outlines of calls so far.
-        self._unused = 0
+        self.unused = 0
         self._seen = set()
         self._forms = weakref.WeakKeyDictionary()
         # What stands in keys for each driver, device and kinds of arguments that can be planned.
@@ -233,7 +233,7 @@ class PlanCache:
             # They are freed when nothing is held.
             plans, self._plans, self._queue = self._plans, {}, []
             self._seen = set()
-            self._unused = 0
+            self.unused = 0
             self.recent = ()
 
             for plan in plans.values():
@@ -319,6 +319,7 @@ class PlanCache:
         source = _ENTRY.format(
             **texts,
             tensors=", ".join(reader.tensors),
+            most=UNUSED_PLANS,
             scalars_fit="\n                ".join(
                 _SCALAR_FITS.format(name=name, position=position)
                 for position, name in enumerate(reader.scalars)
@@ -362,12 +363,6 @@ class PlanCache:
         )
 
         return self.ordinary(arguments)
-
-    @property
-    def is_sparing(self):
-        """Whether a call has to come twice before it gets a plan."""
-
-        return self._unused > UNUSED_PLANS
 
     def ordinary(self, arguments, keywords=_NO_KEYWORDS):
         """A call that gets no plan."""
@@ -615,12 +610,12 @@ class PlanCache:
 
             heapq.heappush(queue, (plan.stamp, plan))
 
-            if self.is_sparing:
+            if self.unused > UNUSED_PLANS:
                 self._seen.add(self._outline_hash(plan))
 
-            self._unused += 1
+            self.unused += 1
 
-            if self._unused == UNUSED_PLANS + 1:
+            if self.unused == UNUSED_PLANS + 1:
                 self._see_plans_only()
 
     def _evict(self, plans, queue):
@@ -685,7 +680,7 @@ class PlanCache:
         """
 
         with _CHANGING:
-            self._unused = 0
+            self.unused = 0
 
         launched = plan.launched
 

@@ -402,11 +402,11 @@ _LAUNCH_PLANS = (
         name="cleared-plans-are-still-recent",
         file=_CACHE,
         old="""\
-            self._unused = 0
+            self.unused = 0
             self.recent = ()
 """,
         new="""\
-            self._unused = 0
+            self.unused = 0
 """,
         promise="`clear_plans` drops all plans.",
         tests=(_PLAN_CACHE,),
