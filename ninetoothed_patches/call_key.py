@@ -8,6 +8,7 @@ Comparing a call with one that was seen before needs no key: `tensor_guard` does
 
 import enum
 import functools
+import itertools
 import struct
 import types
 
@@ -47,18 +48,13 @@ def is_scalar(value):
     return type(value) in SCALAR_TYPES or isinstance(value, enum.IntEnum)
 
 
-def is_aligned(address):
-    """Source text: whether the address of that name is aligned."""
-
-    return f"{address} % {ALIGNMENT} == 0"
-
-
 class CallReader:
     """How calls of one handle are read.
 
-    `addresses`, `key` and `outline` are source text in terms of the parameters, for the handle's entry; names of ours in it
-    start with two underscores. The key's first item, `kinds`, is what decides whether a call can be planned at all: types and
-    devices. The outline is its shapes and scalars alone, for a look that must cost less than a key.
+    `addresses`, `alignments`, `outline`, `kinds` and `layout` are source text in terms of the parameters, for the handle's
+    entry; names of ours in it start with two underscores. The outline is the shapes and scalars alone, for a look that must
+    cost less than a key. The key is two: `kinds`, which decides whether a call can be planned at all (types and devices), and
+    `layout`, in which the outline and the alignments are, as `__outline` and `__alignments`.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """
@@ -69,43 +65,30 @@ class CallReader:
         self._is_tensor = [is_tensor for _, is_tensor in parameters]
 
         self.addresses = []
-        kinds, values, outline = [], [], []
-        # Where in a key the outline's parts are.
-        self._outline_indices = []
+        kinds, outline, layout = [], [], ["__outline", "__alignments"]
 
         for name, is_tensor in parameters:
             kinds.append(f"__type({name})")
-            self._outline_indices.append(1 + len(values))
 
             if is_tensor:
-                address = f"__address_{name}"
-                self.addresses.append((address, f"{name}.data_ptr()"))
+                self.addresses.append((f"__address_{name}", f"{name}.data_ptr()"))
                 kinds.append(f"{name}.device")
-                values += [
-                    f"{name}.shape",
-                    f"{name}.stride()",
-                    f"{name}.dtype",
-                    is_aligned(address),
-                ]
+                outline.append(f"{name}.shape")
+                layout += [f"{name}.stride()", f"{name}.dtype"]
             else:
-                values.append(f"{name} if __type({name}) is __int else __bits({name})")
+                outline.append(f"{name} if __type({name}) is __int else __bits({name})")
 
-            outline.append(values[self._outline_indices[-1] - 1])
-
-        self.key = f"(({', '.join(kinds)}), {', '.join(values)})"
-        self.outline = f"({', '.join(outline)},)"
-
-    def outline_of(self, key):
-        """The outline of the call that `key` is of."""
-
-        return tuple(key[index] for index in self._outline_indices)
+        self.kinds, self.outline, self.layout = (
+            f"({', '.join(parts)},)" for parts in (kinds, outline, layout)
+        )
+        # 0 where all addresses are aligned: mostly they are, and that is seen at once.
+        addresses = [address for address, _ in self.addresses]
+        any_address = " | ".join(addresses)
+        each = "".join(f"{address} % {ALIGNMENT} == 0, " for address in addresses)
+        self.alignments = f"({any_address}) % {ALIGNMENT} and ({each})"
 
     def tensors_of(self, arguments):
-        return [
-            argument
-            for argument, is_tensor in zip(arguments, self._is_tensor, strict=True)
-            if is_tensor
-        ]
+        return list(itertools.compress(arguments, self._is_tensor))
 
     def scalars_of(self, arguments):
         return tuple(

@@ -12,15 +12,31 @@ from ninetoothed_patches.call_key import compile_function
 
 
 class Watcher:
-    """Stands in for a kernel in its launch function, for one call.
+    """Watches calls of a launch function, one at a time.
 
-    `launched` is what the call launched, last if it was several times: bound arguments, grid, compiled kernel. It is None
-    if nothing was.
+    :param kernel: What the launch function calls.
+    :param replace: A function that makes of the launch function one that calls a given object in the kernel's place.
     """
 
-    def __init__(self, kernel):
+    def __init__(self, kernel, replace):
         self._kernel = kernel
-        self.launched = None
+        self._launched = None
+        # Made once: a new one on every call costs a sixth of an ordinary call.
+        self._launch = replace(self)
+
+    def watch(self, *arguments):
+        """Call the launch function.
+
+        :return: What that launched, last if it was several times: bound arguments, grid, compiled kernel. None if nothing
+            was.
+        """
+
+        try:
+            self._launch(*arguments)
+
+            return self._launched
+        finally:
+            self._launched = None
 
     def __getitem__(self, grid):
         asked = None
@@ -39,11 +55,24 @@ class Watcher:
         def watched_launch(*args, **options):
             compiled = launch(*args, **options)
             # A hook may cancel a compilation: then there is no kernel, and no grid was asked for.
-            self.launched = None if compiled is None else (*asked, compiled)
+            self._launched = None if compiled is None else (*asked, compiled)
 
             return compiled
 
         return watched_launch
+
+
+class Kind:
+    """Stands in a plan's key for a driver, a device, and the types and devices of a call's arguments.
+
+    It is equal only to itself, so that a key is hashed and compared without these: they are half of its parts.
+    """
+
+    __slots__ = ("device", "driver")
+
+    def __init__(self, driver, device):
+        self.driver = driver
+        self.device = device
 
 
 class Plan:
@@ -51,9 +80,9 @@ class Plan:
 
     `launch(stream, *addresses)` launches; it is None until the plan is first used. The other fields say for which calls.
 
-    :param key: Driver, device, Triton's state, and the call's own key.
+    :param key: A `Kind`, Triton's state, and the layout of the call.
     :param store: Where Triton keeps the kernels of that device.
-    :param launched: `Watcher.launched`, without tensors.
+    :param launched: What `Watcher.watch` returned, without tensors.
     """
 
     __slots__ = (
@@ -75,7 +104,6 @@ class Plan:
 
     def __init__(self, key, store, launched):
         self.key = key
-        self.driver, self.device, self.state, _ = key
         self.store = store
         self.launched = launched
         self.launch = None

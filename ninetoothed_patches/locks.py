@@ -40,17 +40,17 @@ class CallLock:
     def __init__(self):
         self._lock = threading.RLock()
 
-    @contextlib.contextmanager
-    def held(self):
-        """Hold the lock for the block's duration."""
+    def run(self, function, *arguments):
+        """What `function(*arguments)` returns, called while the lock is held."""
 
+        # No context manager: on a call that makes a plan a generator costs three times as much as all of this.
         with self._lock:
             outer = _THREAD.is_in_a_call
 
             try:
                 _THREAD.is_in_a_call = True
 
-                yield
+                return function(*arguments)
             finally:
                 _THREAD.is_in_a_call = outer
 

@@ -14,15 +14,13 @@ import torch
 
 from ninetoothed_patches import triton_abi
 from ninetoothed_patches.call_key import (
-    ALIGNMENT,
     CallReader,
     bits,
     compile_function,
-    is_aligned,
     tensor_guard,
 )
 from ninetoothed_patches.counters import CacheInfo
-from ninetoothed_patches.launch_plan import LaunchForm, Plan, Watcher
+from ninetoothed_patches.launch_plan import Kind, LaunchForm, Plan, Watcher
 from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 
 # How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
@@ -30,7 +28,7 @@ from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 RECENT_PLANS = 4
 
 # How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
-# it costs about an ordinary call again, and there are workloads in which nothing comes twice.
+# it costs much of an ordinary call again, and there are workloads in which nothing comes twice.
 UNUSED_PLANS = 16
 
 # How many calls that came once are remembered, beside those that have plans.
@@ -52,7 +50,7 @@ def {name}(__handle, {parameters}, *__surplus):
 
     try:
         {read_addresses}
-        __alignments = ({any_address}) % {alignment} and ({alignments},)
+        __alignments = {alignments}
 
         for __plan in __cache.recent:
             if (
@@ -69,7 +67,8 @@ def {name}(__handle, {parameters}, *__surplus):
                 break
         else:
             __plan = None
-            __key = __NEW if __cache.is_sparing and __cache.is_new({outline}) else {key}
+            __outline = {outline}
+            __key = __NEW if __cache.unused > {most} and __cache.is_new(__outline) else {key}
     except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
         __plan = __key = None
@@ -101,9 +100,28 @@ and (
 _NEW = object()
 
 
+# What is looked at where no recent plan fits. As several functions it costs 0.4 us more.
+_LOOK = """\
+def is_watched():
+    try:
+        return bool({watchers})
+    except AttributeError:
+        # Not the chain of hooks that belongs there.
+        return True
+
+
+def look():
+    driver = {driver} or __active_driver()
+    device = driver.get_current_device()
+
+    return driver, device, {state}, {stores}[device], is_watched()
+"""
+
 _READ = """\
 def read({parameters}):
     {read_addresses}
+    __alignments = {alignments}
+    __outline = {outline}
 
     return {key}, ({addresses},)
 """
@@ -120,7 +138,7 @@ def make(__plan, __driver, __device, __state, __store):
                 __plan.is_kept
                 and {driver} is __driver
                 and __current_device() == __device
-                and (({any_address}) % {alignment} and ({alignments},)) == __alignments
+                and ({alignments}) == __alignments
                 and {state} == __state
                 and {stores}[__device] is __store
                 {tuner_fits}
@@ -193,16 +211,18 @@ class PlanCache:
     def _reset(self):
         # Held while an ordinary call is watched or tunes, which takes as long as compiling.
         self._calling = CallLock()
+        self._watcher = Watcher(self._launched, self._replace)
         self.recent = ()
         self._plans = {}
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
         # How many of the last plans were never used, and, where that is too many, the outlines of calls so far.
-        self._unused = 0
+        self.unused = 0
         self._seen = set()
         self._forms = weakref.WeakKeyDictionary()
-        self._plannable_kinds = set()
+        # What stands in keys for each driver, device and kinds of arguments that can be planned.
+        self._kinds = {}
         self._known_rule = None, None
 
     def clear(self):
@@ -213,7 +233,7 @@ class PlanCache:
             # They are freed when nothing is held.
             plans, self._plans, self._queue = self._plans, {}, []
             self._seen = set()
-            self._unused = 0
+            self.unused = 0
             self.recent = ()
 
             for plan in plans.values():
@@ -259,6 +279,7 @@ class PlanCache:
             "__clock": self._clock,
             "__tuner": self._tuner,
             "__ordinary": self._untouched(),
+            "__active_driver": triton_abi.active_driver,
             "__is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
             "__bits": bits,
             "__int": int,
@@ -268,14 +289,6 @@ class PlanCache:
             "__len": len,
             "__Exception": Exception,
         }
-        self._state, self._stores, self._watchers = (
-            compile_function(f"def read():\n    return {expression}", "read", names)
-            for expression in (
-                expressions.state,
-                expressions.stores,
-                expressions.watchers,
-            )
-        )
         reader = self._reader
         addresses = [address for address, _ in reader.addresses]
         texts = {
@@ -283,10 +296,9 @@ class PlanCache:
             "parameters": ", ".join(name for name, _ in parameters),
             "read_addresses": "; ".join(map(" = ".join, reader.addresses)),
             "addresses": ", ".join(addresses),
-            "any_address": " | ".join(addresses),
-            "alignment": ALIGNMENT,
-            "alignments": ", ".join(map(is_aligned, addresses)),
-            "key": reader.key,
+            "alignments": reader.alignments,
+            "outline": reader.outline,
+            "key": f"({reader.kinds}, {reader.layout})",
             "driver": expressions.driver,
             "state": expressions.state,
             "stores": expressions.stores,
@@ -295,14 +307,19 @@ class PlanCache:
             if self._tuner
             else "",
         }
-        self._make_repeater, self._read = (
+        self._is_watched, self._look, self._read, self._make_repeater = (
             compile_function(template.format(**texts), name, names)
-            for template, name in ((_REPEATER, "make"), (_READ, "read"))
+            for template, name in (
+                (_LOOK, "is_watched"),
+                (_LOOK, "look"),
+                (_READ, "read"),
+                (_REPEATER, "make"),
+            )
         )
         source = _ENTRY.format(
             **texts,
             tensors=", ".join(reader.tensors),
-            outline=reader.outline,
+            most=UNUSED_PLANS,
             scalars_fit="\n                ".join(
                 _SCALAR_FITS.format(name=name, position=position)
                 for position, name in enumerate(reader.scalars)
@@ -347,12 +364,6 @@ class PlanCache:
 
         return self.ordinary(arguments)
 
-    @property
-    def is_sparing(self):
-        """Whether a call has to come twice before it gets a plan."""
-
-        return self._unused > UNUSED_PLANS
-
     def ordinary(self, arguments, keywords=_NO_KEYWORDS):
         """A call that gets no plan."""
 
@@ -385,7 +396,7 @@ class PlanCache:
         self._seen = set(map(self._outline_hash, self._plans.values()))
 
     def _outline_hash(self, plan):
-        return hash(self._reader.outline_of(plan.key[-1]))
+        return hash(plan.key[-1][0])
 
     def call(self, call_key, arguments, addresses, *, has_waited=False):
         """A call that no recent plan fits.
@@ -399,19 +410,30 @@ class PlanCache:
             return self.ordinary(arguments)
 
         made = self._made
-        driver = triton_abi.active_driver()
-        device = driver.get_current_device()
-        store = self._stores()[device]
+        driver, device, state, store, is_watched = self._look()
         rule = self._tensor_rule(store)
-        whole_key = call_key
+        kinds, layout = call_key
+        kind = self._kinds.get((driver, device, kinds))
 
         if rule is not None:
-            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            layout += tuple(map(rule, self._reader.tensors_of(arguments)))
 
-        if self._tuner is not None:
-            self._notice_tuner()
+        if self._tuner is not None and len(self._tuner.cache) != self.tuned:
+            self._calling.run(self._notice_tuner)
 
-        key = (driver, device, self._state(), whole_key)
+        if is_watched:
+            reason = "launch hook"
+        elif kind is None:
+            kind, reason = self._new_kind(driver, device, kinds, arguments)
+        else:
+            reason = None
+
+        if reason is not None:
+            self._count_bypass(reason)
+
+            return self.ordinary(arguments)
+
+        key = (kind, state, layout)
         plan = self._plans.get(key)
 
         if plan is not None and plan.store is not store:
@@ -419,20 +441,12 @@ class PlanCache:
             self.clear()
             plan = None
 
-        reason = "launch hook" if self._is_watched() else None
-
-        if plan is None and reason is None:
-            reason = self._unplannable_kinds(key, arguments)
-
-        if reason is not None:
-            self._count_bypass(reason)
-
-            return self.ordinary(arguments)
-
         if plan is None:
-            return self._prepare(key, call_key, arguments, addresses, made)
+            return self._calling.run(
+                self._prepare, key, store, call_key, arguments, addresses, made
+            )
 
-        self._remember(plan, arguments, addresses, can_guard=rule is None)
+        self._remember(plan, arguments, can_guard=rule is None)
         plan.stamp = next(self._clock)
         plan.launch(plan.current_stream(device), *addresses)
 
@@ -443,10 +457,10 @@ class PlanCache:
             return None
 
         try:
-            call, addresses = self._read(*arguments)
-            driver = triton_abi.active_driver()
-            device = driver.get_current_device()
-            plan = self._plans.get((driver, device, self._state(), call))
+            (kinds, layout), addresses = self._read(*arguments)
+            driver, device, state, _, _ = self._look()
+            kind = self._kinds.get((driver, device, kinds))
+            plan = self._plans.get((kind, state, layout))
         except (AttributeError, RuntimeError, TypeError):
             # No call that can be planned, and so none that has a plan.
             return None
@@ -455,7 +469,7 @@ class PlanCache:
             return None
 
         if plan.launch is None:
-            self._finish(plan, addresses)
+            self._finish(plan)
 
         return self._make_repeater(plan, driver, device, plan.state, plan.store)
 
@@ -467,26 +481,14 @@ class PlanCache:
 
         return known[1]
 
-    def _is_watched(self):
-        try:
-            return bool(self._watchers())
-        except AttributeError:
-            # Not the chain of hooks that belongs there.
-            return True
-
     def _notice_tuner(self):
+        # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
         if len(self._tuner.cache) != self.tuned:
-            with self._calling.held():
-                # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
-                if len(self._tuner.cache) != self.tuned:
-                    self.clear()
-                    self.tuned = len(self._tuner.cache)
+            self.clear()
+            self.tuned = len(self._tuner.cache)
 
-    def _unplannable_kinds(self, key, arguments):
-        driver, device, _, (kinds, *_) = key
-
-        if (driver, device, kinds) in self._plannable_kinds:
-            return None
+    def _new_kind(self, driver, device, kinds, arguments):
+        """What stands in keys for these, and None; or None, and why no such call can be planned."""
 
         home = driver.get_active_torch_device()
         reason = self._reader.unplannable(arguments)
@@ -496,10 +498,12 @@ class PlanCache:
         ):
             reason = "foreign device"
 
-        if reason is None:
-            self._plannable_kinds.add((driver, device, kinds))
+        if reason is not None:
+            return None, reason
 
-        return reason
+        return self._kinds.setdefault(
+            (driver, device, kinds), Kind(driver, device)
+        ), None
 
     def _ordinary(self, launch, arguments, keywords=_NO_KEYWORDS):
         """The unpatched call. An auto-tuner keeps a call's state in itself: one call at a time."""
@@ -507,46 +511,46 @@ class PlanCache:
         if self._tuner is None:
             return launch(*arguments, **keywords)
 
-        with self._calling.held():
-            try:
-                return launch(*arguments, **keywords)
-            finally:
-                self.tuned = len(self._tuner.cache)
+        return self._calling.run(self._tuned, launch, arguments, keywords)
+
+    def _tuned(self, launch, arguments, keywords):
+        try:
+            return launch(*arguments, **keywords)
+        finally:
+            self.tuned = len(self._tuner.cache)
 
     # Plans, made and dropped.
 
-    def _prepare(self, key, call_key, arguments, addresses, made):
+    def _prepare(self, key, store, call_key, arguments, addresses, made):
         """An ordinary call, watched, and a plan made from it."""
 
-        with self._calling.held():
-            if self._made != made:
-                # While this thread waited, another has made a plan, maybe this one.
-                return self.call(call_key, arguments, addresses, has_waited=True)
+        if self._made != made:
+            # While this thread waited, another has made a plan, maybe this one.
+            return self.call(call_key, arguments, addresses, has_waited=True)
 
-            watcher = Watcher(self._launched)
+        try:
+            launched = self._ordinary(self._watcher.watch, arguments)
+        except BaseException:
+            with _CHANGING:
+                self._misses += 1
 
-            try:
-                self._ordinary(self._replace(watcher), arguments)
-            except BaseException:
-                with _CHANGING:
-                    self._misses += 1
+            raise
 
-                raise
+        reason = self._unplannable(launched, arguments)
 
-            reason = self._unplannable(watcher.launched, arguments)
+        if reason is not None:
+            self._count_bypass(reason)
 
-            if reason is not None:
-                self._count_bypass(reason)
+            return
 
-                return
+        kind, state, layout = key
 
-            driver, device, state, whole_key = key
+        if state[0] is not self._kernel.hash:
+            # The first call compiles, and that gives the kernel its hash.
+            _, _, state, _, _ = self._look()
+            key = (kind, state, layout)
 
-            if state[0] is not self._kernel.hash:
-                # The first call compiles, and that gives the kernel its hash.
-                key = (driver, device, self._state(), whole_key)
-
-            self._keep(Plan(key, self._stores()[device], watcher.launched))
+        self._keep(Plan(key, store, launched))
 
     def _unplannable(self, launched, arguments):
         """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
@@ -584,11 +588,6 @@ class PlanCache:
         with _CHANGING:
             self._misses += 1
 
-            if plan.key in self._plans:
-                # A source was replaced and put back: what was made in between is of no use.
-                dropped += self._plans.values()
-                self.clear()
-
             plans, queue = self._plans, self._queue
 
             while len(plans) >= self.bound:
@@ -601,15 +600,22 @@ class PlanCache:
             self._clock_looks += 1
             self._made += 1
             plan.stamp = next(self._clock)
-            plans[plan.key] = plan
+
+            if plans.setdefault(plan.key, plan) is not plan:
+                # A source was replaced and put back: what was made in between is of no use.
+                dropped += plans.values()
+                self.clear()
+                plans, queue = self._plans, self._queue
+                plans[plan.key] = plan
+
             heapq.heappush(queue, (plan.stamp, plan))
 
-            if self.is_sparing:
+            if self.unused > UNUSED_PLANS:
                 self._seen.add(self._outline_hash(plan))
 
-            self._unused += 1
+            self.unused += 1
 
-            if self._unused == UNUSED_PLANS + 1:
+            if self.unused == UNUSED_PLANS + 1:
                 self._see_plans_only()
 
     def _evict(self, plans, queue):
@@ -635,14 +641,14 @@ class PlanCache:
         if self._plans is not plans:
             self.recent = ()
 
-    def _remember(self, plan, arguments, addresses, *, can_guard):
+    def _remember(self, plan, arguments, *, can_guard):
         """Make `plan` one of those that the next call is compared with first."""
 
         scalars = self._reader.scalars_of(arguments)
         is_refused = True
 
         if plan.launch is None:
-            self._finish(plan, addresses)
+            self._finish(plan)
         else:
             # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
             # one was passed twice.
@@ -667,14 +673,14 @@ class PlanCache:
             newest_first = sorted(self.recent, key=_STAMP, reverse=True)
             self._show(plans, (plan, *newest_first[: RECENT_PLANS - 1]))
 
-    def _finish(self, plan, addresses):
+    def _finish(self, plan):
         """Prepare the launch of a plan that is used for the first time.
 
         A layout that is seen only once, and there are workloads of nothing else, does not pay for this.
         """
 
         with _CHANGING:
-            self._unused = 0
+            self.unused = 0
 
         launched = plan.launched
 
@@ -689,11 +695,11 @@ class PlanCache:
             form = LaunchForm(compiled, bound, [name for name, _ in self._pointers])
             self._forms[compiled] = form
 
+        kind, plan.state, (_, plan.alignments, *_) = plan.key
+        plan.driver, plan.device = kind.driver, kind.device
         plan.current_device, plan.current_stream = triton_abi.current_device_and_stream(
             plan.driver
         )
-        aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
-        plan.alignments = 0 if all(aligned) else aligned
         # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)

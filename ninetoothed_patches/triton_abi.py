@@ -40,7 +40,7 @@ class Expressions:
 
     A function call costs about 0.1 us, as much as all that one of these reads. `__jit` is the handle's JITFunction.
 
-    :param driver: The active driver.
+    :param driver: The active driver; None before it is first asked for.
     :param watchers: True if anything wants to see launches: then they go the ordinary way.
     :param state: A tuple of all else that Triton reads on each call and that decides which kernel it launches; the
         first is the kernel's hash.

@@ -68,29 +68,24 @@ _LAUNCH_PLANS = (
     Mutation(
         name="key-without-strides",
         file=_KEY,
-        old="""\
-                    f"{name}.shape",
-                    f"{name}.stride()",
-""",
-        new="""\
-                    f"{name}.shape",
-""",
+        old='                layout += [f"{name}.stride()", f"{name}.dtype"]\n',
+        new='                layout += [f"{name}.dtype"]\n',
         promise="The key holds the strides of every tensor.",
         tests=(_HAZARDS,),
     ),
     Mutation(
         name="key-without-shape",
         file=_KEY,
-        old='                    f"{name}.shape",\n',
-        new='                    f"{name}.numel()",\n',
+        old='                outline.append(f"{name}.shape")\n',
+        new='                outline.append(f"{name}.numel()")\n',
         promise="The key holds the shape of every tensor, not its number of elements.",
         tests=(_HAZARDS,),
     ),
     Mutation(
         name="key-without-dtype",
         file=_KEY,
-        old='                    f"{name}.dtype",\n',
-        new='                    f"{name}.element_size()",\n',
+        old='f"{name}.dtype"]\n',
+        new='f"{name}.element_size()"]\n',
         promise="The key holds the dtype of every tensor: float16 is not bfloat16.",
         tests=(_HAZARDS,),
     ),
@@ -105,8 +100,8 @@ _LAUNCH_PLANS = (
     Mutation(
         name="key-without-alignment",
         file=_KEY,
-        old="                    is_aligned(address),\n",
-        new="",
+        old='["__outline", "__alignments"]\n',
+        new='["__outline", "0"]\n',
         promise="The key holds whether an address is aligned: Triton specialises on it.",
         tests=(_HAZARDS,),
     ),
@@ -115,11 +110,13 @@ _LAUNCH_PLANS = (
         file=_KEY,
         old="""\
             kinds.append(f"__type({name})")
-            self._outline_indices""",
+
+            if is_tensor:
+""",
         new="""\
             if is_tensor:
                 kinds.append(f"__type({name})")
-            self._outline_indices""",
+""",
         promise="The key holds the type of every scalar: 1, 1.0 and True are three.",
         tests=(_HAZARDS,),
     ),
@@ -163,9 +160,9 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="one-misaligned-address-is-overlooked",
-        file=_CACHE,
-        old='            "any_address": " | ".join(addresses),\n',
-        new='            "any_address": " & ".join(addresses),\n',
+        file=_KEY,
+        old='        any_address = " | ".join(',
+        new='        any_address = " & ".join(',
         promise="One misaligned address among aligned ones is another call.",
         tests=(_HAZARDS,),
     ),
@@ -268,8 +265,8 @@ _LAUNCH_PLANS = (
         name="tuner-is-not-noticed",
         file=_CACHE,
         old="""\
-        if self._tuner is not None:
-            self._notice_tuner()
+        if self._tuner is not None and len(self._tuner.cache) != self.tuned:
+            self._calling.run(self._notice_tuner)
 
 """,
         new="",
@@ -281,7 +278,7 @@ _LAUNCH_PLANS = (
         file=_CACHE,
         old="""\
         if rule is not None:
-            whole_key += tuple(map(rule, self._reader.tensors_of(arguments)))
+            layout += tuple(map(rule, self._reader.tensors_of(arguments)))
 
 """,
         new="",
@@ -405,11 +402,11 @@ _LAUNCH_PLANS = (
         name="cleared-plans-are-still-recent",
         file=_CACHE,
         old="""\
-            self._unused = 0
+            self.unused = 0
             self.recent = ()
 """,
         new="""\
-            self._unused = 0
+            self.unused = 0
 """,
         promise="`clear_plans` drops all plans.",
         tests=(_PLAN_CACHE,),
@@ -425,16 +422,16 @@ _LAUNCH_PLANS = (
     Mutation(
         name="first-plan-without-the-kernels-hash",
         file=_CACHE,
-        old="            if state[0] is not self._kernel.hash:\n",
-        new="            if self._kernel.hash is None:\n",
+        old="        if state[0] is not self._kernel.hash:\n",
+        new="        if self._kernel.hash is None:\n",
         promise="The first call's plan is found by the second.",
         tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="waiting-thread-prepares-again",
         file=_CACHE,
-        old="            if self._made != made:\n",
-        new="            if self._made < made:\n",
+        old="        if self._made != made:\n",
+        new="        if self._made < made:\n",
         promise="Two threads with the same call make one plan.",
         tests=(_HAZARDS,),
     ),
@@ -462,7 +459,7 @@ _LAUNCH_PLANS = (
     Mutation(
         name="repeater-of-another-alignment",
         file=_CACHE,
-        old="                and (({any_address}) % {alignment} and ({alignments},)) == __alignments\n",
+        old="                and ({alignments}) == __alignments\n",
         new="",
         promise="A repeater launches nothing with addresses of another alignment.",
         tests=(_REPEATER,),
@@ -604,8 +601,8 @@ _LAUNCH_PLANS = (
     Mutation(
         name="cancelled-compilation-is-planned",
         file="ninetoothed_patches/launch_plan.py",
-        old="            self.launched = None if compiled is None else (*asked, compiled)\n",
-        new="            self.launched = (*asked, compiled)\n",
+        old="            self._launched = None if compiled is None else (*asked, compiled)\n",
+        new="            self._launched = (*asked, compiled)\n",
         promise="A call whose compilation a hook cancels launches nothing, and raises nothing.",
         tests=(_HAZARDS,),
     ),

@@ -19,6 +19,7 @@ from environment import describe_environment, print_environment
 from launch_cases import call
 
 import ninetoothed_patches
+from ninetoothed_patches import triton_abi
 
 WHOLE, REST = "a whole call", "rest: frames, comparing, counting"
 
@@ -176,6 +177,12 @@ def planned_parts(handle, arguments):
     read = ", ".join(f"t{index}.data_ptr()" for index in range(len(tensors)))
     names = {f"t{index}": tensor for index, tensor in enumerate(tensors)}
 
+    expressions = triton_abi.expressions()
+    state, hooks = (
+        eval(f"lambda: {text}", {**expressions.names, "__jit": handle._kernel})
+        for text in (expressions.state, expressions.watchers)
+    )
+
     def key_and_look_up():
         cache.recent = ()
         handle(*arguments)
@@ -184,8 +191,8 @@ def planned_parts(handle, arguments):
     parts = {
         "addresses": eval(f"lambda: ({read})", names),
         "tensor guard": call(plan.fits, tensors),
-        "Triton's state": cache._state,
-        "hooks": cache._watchers,
+        "Triton's state": state,
+        "hooks": hooks,
         "device": plan.current_device,
         "stream": lambda: plan.current_stream(plan.device),
         "launcher, with its arguments": call(plan.launch, [stream, *addresses]),

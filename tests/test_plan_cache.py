@@ -503,20 +503,21 @@ def test_a_call_that_waited_has_the_key_of_one_that_did_not(driver, monkeypatch)
     handle = ninetoothed_patches.planned(launch_kernels.scale())
     is_launching, is_waiting = threading.Event(), threading.Event()
     x, other = rows(8), rows(4)
-    prepare = handle._cache._prepare
+    lock = handle._cache._calling
+    run = lock.run
 
     def launch_late():
         driver.on_launch = None
         is_launching.set()
         is_waiting.wait(30)
 
-    def prepare_after_another(*arguments):
+    def run_after_another(*arguments):
         if threading.current_thread() is late:
             is_waiting.set()
 
-        return prepare(*arguments)
+        return run(*arguments)
 
-    handle._cache._prepare = prepare_after_another
+    lock.run = run_after_another
     driver.on_launch = launch_late
     early, late = (
         threading.Thread(target=handle, args=(tensor, 0.5, tensor))

@@ -255,23 +255,17 @@ def test_a_kernel_without_a_loaded_function_is_not_planned(monkeypatch):
     """A plan launches that function: a Triton that loads later is left to do so."""
 
     class WatcherOfUnloaded(Watcher):
-        @property
-        def launched(self):
-            bound, grid, _ = self._launched
+        def watch(self, *arguments):
+            bound, grid, _ = super().watch(*arguments)
 
             return bound, grid, types.SimpleNamespace(function=None)
 
-        @launched.setter
-        def launched(self, launched):
-            self._launched = launched
+    monkeypatch.setattr(plan_cache, "Watcher", WatcherOfUnloaded)
 
     with recording() as driver:
         pair = Pair("scale", driver)
         x = rows()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(plan_cache, "Watcher", WatcherOfUnloaded)
-            pair.call(x, 0.5, x)
+        pair.call(x, 0.5, x)
 
         assert pair.info.bypasses == {"not loaded": 1}
         assert pair.info.plans == 0
