@@ -143,6 +143,8 @@ class GatedRMSNormBackwardConfig:
     :param max_row_blocks: How many programs share the rows of one group, at most.
     :param pipeline_stages: Of how many steps the rows are on their way at once.
     :param holds_parameters: Whether weight and bias stay in registers.
+    :param recomputes: Whether, of 16-bit tensors, a program holds while it adds up the sums of a
+        row only what was read, and computes the rest once more: half the registers.
     :param columns_per_program: How many columns of a group a program takes; `None` if all.
     :param columns_per_piece: In pieces of how many columns it does; `None` if in one.
     """
@@ -152,6 +154,7 @@ class GatedRMSNormBackwardConfig:
     max_row_blocks: int
     pipeline_stages: int = 3
     holds_parameters: bool = True
+    recomputes: bool = False
     columns_per_program: int | None = None
     columns_per_piece: int | None = None
 
@@ -201,11 +204,17 @@ def gated_rms_norm_backward_config(group_size, groups_per_row):
         num_pieces = group_size // piece
         num_warps = max(piece // (256 if num_pieces == 3 else 128), 1)
 
-        # Sums and values of 20 columns a thread and more leave room for half the warps.
+        # 20 to 28 columns a thread, in 128 registers; of 28 on few warps ptxas takes 168.
+        num_programs = _WARPS_OF_BACKWARD // num_warps
+
+        if num_pieces == 7 and num_warps < 8:
+            num_programs = num_programs * 3 // 4
+
         return GatedRMSNormBackwardConfig(
             rows_per_step=1,
             num_warps=num_warps,
-            max_row_blocks=_row_blocks(max(8 // num_warps, 1), groups_per_row),
+            max_row_blocks=_row_blocks(num_programs, groups_per_row),
+            recomputes=True,
             columns_per_piece=piece,
         )
 
@@ -226,6 +235,7 @@ def gated_rms_norm_backward_config(group_size, groups_per_row):
         pipeline_stages=4 if lanes in (2048, 4096) else 3,
         # Of 8192 they are read anew for every row.
         holds_parameters=lanes <= 4096,
+        recomputes=lanes == 4096,
     )
 
 

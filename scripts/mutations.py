@@ -1584,7 +1584,7 @@ _KERNELS = (
         file=_NORM_GRADIENTS,
         old="""\
                 if activation != 0 and norm_before_gate == 0:
-                    grad_input[step, last_piece] = grad_value * factors[last_piece]
+                    grad_input[step, last_piece] = grad_value * last_factor
                 else:
                     grad_input[step, last_piece] = grad_value
 """,
@@ -1684,8 +1684,8 @@ _KERNELS = (
     Mutation(
         name="norm-gradient-products-are-contracted",
         file=_NORM_GRADIENTS,
-        old="                products = ntl.fma(value, weighted, products)\n",
-        new="                products = products + value * weighted\n",
+        old="                products = ntl.fma(value, scaled * scaled_weight, products)\n",
+        new="                products = products + value * (scaled * scaled_weight)\n",
         promise="No sum of a product is left to the compiler.",
         tests=(
             _GATED_BACKWARD_OFFLINE
@@ -1786,16 +1786,28 @@ _KERNELS = (
     Mutation(
         name="gradient-scalars-of-several-rows",
         file=_NORM_GRADIENTS,
-        old="            if first_tile.shape[0] == 1:\n",
-        new="            if first_tile.shape[0] >= 1:\n",
+        old="""\
+            if first_tile.shape[0] == 1:
+                # A number has no layout that the gradients could take on.
+""",
+        new="""\
+            if first_tile.shape[0] >= 1:
+                # A number has no layout that the gradients could take on.
+""",
         promise="Each row has sums of its own.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
     Mutation(
         name="gradient-scalars-have-a-layout",
         file=_NORM_GRADIENTS,
-        old="            if first_tile.shape[0] == 1:\n",
-        new="            if first_tile.shape[0] == 0:\n",
+        old="""\
+            if first_tile.shape[0] == 1:
+                # A number has no layout that the gradients could take on.
+""",
+        new="""\
+            if first_tile.shape[0] == 0:
+                # A number has no layout that the gradients could take on.
+""",
         promise="The gradients of one row's columns stay in registers.",
         tests=(_GATED_BACKWARD_OFFLINE + "::test_no_register_is_spilled",),
     ),
@@ -1810,26 +1822,24 @@ _KERNELS = (
     Mutation(
         name="gradient-gate-by-the-first-weight",
         file=_NORM_GRADIENTS,
-        old="                        gate_weight = weights[last_piece]\n",
-        new="                        gate_weight = weights[0]\n",
-        promise="The gradient of a gate is by the weight of its own columns.",
+        old="                last_weight = weights[last_piece]\n",
+        new="                last_weight = weights[0]\n",
+        promise="The gradients of a piece are by the weight of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
     Mutation(
         name="gradient-gate-by-the-first-bias",
         file=_NORM_GRADIENTS,
-        old="                        gate_bias = biases[last_piece]\n",
-        new="                        gate_bias = biases[0]\n",
+        old="                last_bias = biases[last_piece]\n",
+        new="                last_bias = biases[0]\n",
         promise="The gradient of a gate is by the bias of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
     Mutation(
         name="gradient-slope-of-the-first-piece",
         file=_NORM_GRADIENTS,
-        old="""\
-                        grad_value * inputs[last_piece] * slopes[last_piece]
-""",
-        new="                        grad_value * inputs[last_piece] * slopes[0]\n",
+        old="last_factor = _widened(gates[last_piece], zero)\n",
+        new="last_factor = _widened(gates[0], zero)\n",
         promise="The gradient of a gate is by its own slope.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
@@ -1848,10 +1858,29 @@ _KERNELS = (
     Mutation(
         name="gradient-sums-go-on-in-the-first-piece",
         file=_NORM_GRADIENTS,
-        old="ntl.fma(unweighted, normalized, weight_sums_so_far[last_piece]),\n",
-        new="ntl.fma(unweighted, normalized, weight_sums_so_far[0]),\n",
+        old="ntl.fma(last_scaled, normalized, weight_sums_so_far[last_piece]),\n",
+        new="ntl.fma(last_scaled, normalized, weight_sums_so_far[0]),\n",
         promise="Each piece has sums over rows of its own.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_pieces_of_more_rows_than_programs",),
+    ),
+    Mutation(
+        name="gradient-hidden-zero-is-one-of-nan",
+        file=_NORM_GRADIENTS,
+        old="            zero = ntl.cast(scale < 0.0, ntl.int16)\n",
+        new="            zero = ntl.cast(scale != scale, ntl.int16)\n",
+        promise="A row of NaN changes nothing in the next.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_no_bit_depends_on_what_is_held",),
+    ),
+    Mutation(
+        name="gradient-zero-is-not-hidden",
+        file=_NORM_GRADIENTS,
+        old="            zero = ntl.cast(scale < 0.0, ntl.int16)\n",
+        new="            zero = ntl.cast(0, ntl.int16)\n",
+        promise="What is computed once more holds no registers.",
+        tests=(
+            _GATED_BACKWARD_OFFLINE
+            + "::test_a_multiprocessor_holds_as_many_programs_as_are_launched",
+        ),
     ),
 )
 

@@ -3,10 +3,10 @@
     python scripts/sweep_gated_rms_norm_backward.py [--device cuda|cpu] [--quick] --output FILE.jsonl
 
 For each group size: twice and half the warps, twice and half the programs, fewer and more
-stages, weight and bias held or not, and the whole group at once where it is held in pieces.
-Device time of all three gradients with the L2 cache cleared, beside an element-wise kernel
-that moves as many bytes. On a CPU one tiny shape runs in Triton's interpreter, and times mean
-nothing.
+stages, weight and bias held or not, what is computed held or not, and the whole group at once
+where it is held in pieces. Device time of all three gradients with the L2 cache cleared,
+beside an element-wise kernel that moves as many bytes. On a CPU one tiny shape runs in
+Triton's interpreter, and times mean nothing.
 """
 
 import contextlib
@@ -77,6 +77,7 @@ def choices(group_size, num_groups):
         {"pipeline_stages": own.pipeline_stages - 1},
         {"pipeline_stages": own.pipeline_stages + 1},
         {"holds_parameters": not own.holds_parameters},
+        {"recomputes": not own.recomputes},
     ]
 
     if own.columns_per_piece is not None:
@@ -176,6 +177,7 @@ def print_best(shape, records):
                 "max_row_blocks",
                 "pipeline_stages",
                 "holds_parameters",
+                "recomputes",
                 "columns_per_piece",
             )
             if record[name] != own[name]

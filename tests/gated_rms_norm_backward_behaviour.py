@@ -1,8 +1,12 @@
 """The gradients of `gated_rms_norm` by its kernels: for the interpreter and for a GPU."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 import torch.utils.checkpoint
+from comparison import assert_equal_bits
 
 from ntops_ext import configs, reference
 from ntops_ext.torch import (
@@ -520,6 +524,52 @@ def test_pieces_of_more_rows_than_programs(device, monkeypatch, choose_anew):
     choose_anew()
     call = make(device, rows=(2,), columns=384, gate=False)
     assert_right(*call, gradients(*call))
+
+
+@pytest.mark.parametrize(
+    "columns, rows_per_step, dtype",
+    [
+        (16, 1, torch.bfloat16),
+        pytest.param(16, 64, torch.float16, marks=pytest.mark.slow),
+        pytest.param(384, 1, torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_no_bit_depends_on_what_is_held(
+    device, monkeypatch, choose_anew, columns, rows_per_step, dtype
+):
+    """What a program computes once more is what it was, in the row after one of NaN too."""
+
+    own = configs.gated_rms_norm_backward_config(columns, 1)
+    grad_output, tensors, options = make(
+        device, rows=(3,), columns=columns, dtypes=(dtype,) * 4, bias=True
+    )
+    broken = tensors[0].clone()
+    broken[1] = math.nan
+    found = []
+
+    for holds_all in (True, False):
+        config = dataclasses.replace(
+            own,
+            rows_per_step=rows_per_step,
+            max_row_blocks=1,
+            holds_parameters=holds_all,
+            recomputes=not holds_all,
+        )
+        monkeypatch.setattr(
+            configs, "gated_rms_norm_backward_config", lambda *_, own=config: own
+        )
+        choose_anew()
+        found.append(
+            gradients(grad_output, tensors, options)
+            + gradients(grad_output, (broken, *tensors[1:]), options)
+        )
+
+    held, recomputed = found
+
+    assert held[4][1].isnan().all() and not held[4][2].isnan().any()
+
+    for one, other in zip(recomputed, held, strict=True):
+        assert_equal_bits(one.nan_to_num(), other.nan_to_num())
 
 
 def test_a_call_that_is_cut(device, monkeypatch, choose_anew):

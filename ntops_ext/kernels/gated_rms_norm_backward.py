@@ -11,9 +11,11 @@ the incoming gradient (times `act(gate)` where it comes last), over each group o
         where the gate comes last, act'(gate) * input * d_v where it comes first
 
 A program takes one group of a run of rows, some rows at a time, while those of the next
-steps are on their way to shared memory. It keeps its sums over rows in registers and writes
-them, once, as one row of a workspace of partial sums, which `sum_of_rows` adds. Of a group
-too wide to be held, a kernel finds the two means, and then programs take pieces of it.
+steps are on their way to shared memory. While it finds the two means it may hold nothing but
+what it read, and compute the rest once more: then two programs share a multiprocessor whose
+registers one would fill. It keeps its sums over rows in registers and writes them, once, as
+one row of a workspace of partial sums, which `sum_of_rows` adds. Of a group too wide to be
+held, a kernel finds the two means, and then programs take pieces of it.
 
 All arithmetic is in float32. Rows are added one after the other, then by a tree; columns as
 the forward kernel adds them, but for the last additions of several narrow rows at once.
@@ -221,6 +223,20 @@ def _two_sums_of_columns(first_terms, second_terms, are_held_pieces):
     return both_totals
 
 
+def _widened(narrow, hidden_zero):
+    # In float32. A compiler takes a second widening for the first, and holds its result from
+    # the one to the other, in twice the registers, unless it cannot tell that the bits are
+    # the same.
+    if narrow.dtype == ntl.float32:
+        widened = narrow
+    else:
+        narrow_bits = ntl.cast(narrow, ntl.int16, bitcast=True) ^ hidden_zero
+        narrow_again = ntl.cast(narrow_bits, narrow.dtype, bitcast=True)
+        widened = ntl.cast(narrow_again, ntl.float32)
+
+    return widened
+
+
 def gated_rms_norm_backward_application(
     grad_output,
     input,
@@ -244,12 +260,16 @@ def gated_rms_norm_backward_application(
     needs_bias,
     holds_statistics,
     holds_parameters,
+    recomputes,
     num_columns_held,
     pipeline_stages,
 ):
-    # Not used for what it holds: for its shape.
+    # Not used for what they hold: for their shapes and dtypes.
     first_tile = input[0, 0]
+    first_weight = weight[0]
+    first_bias = bias[0]
     column = ntl.arange(0, first_tile.shape[1])
+    never = ntl.cast(0, ntl.int16)
     weights = ()
     biases = ()
     weight_sums = ()
@@ -272,45 +292,38 @@ def gated_rms_norm_backward_application(
         squares = ntl.zeros(first_tile.shape, ntl.float32)
         products = ntl.zeros(first_tile.shape, ntl.float32)
         inputs = ()
-        values = ()
+        gates = ()
         incomings = ()
-        factors = ()
-        slopes = ()
-        weighteds = ()
         bias_sums_so_far = bias_sums
         bias_sums = ()
 
         for piece in ntl.static_range(input.shape[1]):
             input_loaded = input[step, piece]
-            incoming = ntl.cast(grad_output[step, piece], ntl.float32)
-            wide_input = ntl.cast(input_loaded, ntl.float32)
-            value = wide_input
+            incoming_loaded = grad_output[step, piece]
+            incoming = ntl.cast(incoming_loaded, ntl.float32)
+            value = ntl.cast(input_loaded, ntl.float32)
             scaled = incoming
 
             if activation != 0:
                 gate_loaded = gate[step, piece]
-                # Not `or`, which Triton 3.3 has not for what a comparison of dtypes gives.
-                is_precise = (input_loaded.dtype == ntl.float32) | (
-                    gate_loaded.dtype == ntl.float32
+                factor = ntl.cast(gate_loaded, ntl.float32)
+                sigmoid = _sigmoid(
+                    factor,
+                    (input_loaded.dtype == ntl.float32)
+                    | (gate_loaded.dtype == ntl.float32),
                 )
-                wide_gate = ntl.cast(gate_loaded, ntl.float32)
-                sigmoid = _sigmoid(wide_gate, is_precise)
-                complement = _complement_of_sigmoid(wide_gate, activation, is_precise)
 
                 if activation == 1:
-                    factor = wide_gate * sigmoid
-                    slope = ntl.fma(factor, complement, sigmoid)
+                    factor = factor * sigmoid
                 else:
                     factor = sigmoid
-                    slope = sigmoid * complement
 
                 if norm_before_gate:
                     scaled = incoming * factor
                 else:
-                    value = wide_input * factor
+                    value = value * factor
 
-                factors = factors + (factor,)
-                slopes = slopes + (slope,)
+                gates = gates + (gate_loaded,)
 
             if first_tile.shape[1] != num_columns_held:
                 value = ntl.where(column[None, :] < num_columns_held, value, 0.0)
@@ -318,13 +331,16 @@ def gated_rms_norm_backward_application(
             if holds_parameters:
                 scaled_weight = weights[piece]
             else:
-                scaled_weight = weight_offset + ntl.cast(weight[piece], ntl.float32)
+                weight_loaded = ntl.zeros(first_weight.shape, first_weight.dtype)
 
-            weighted = scaled * scaled_weight
+                if never == 0:
+                    weight_loaded = weight[piece]
+
+                scaled_weight = weight_offset + ntl.cast(weight_loaded, ntl.float32)
 
             if holds_statistics == 0:
                 squares = ntl.fma(value, value, squares)
-                products = ntl.fma(value, weighted, products)
+                products = ntl.fma(value, scaled * scaled_weight, products)
 
             if needs_bias:
                 if activation != 0 and norm_before_gate:
@@ -334,10 +350,8 @@ def gated_rms_norm_backward_application(
                 else:
                     bias_sums = bias_sums + (bias_sums_so_far[piece] + incoming,)
 
-            inputs = inputs + (wide_input,)
-            values = values + (value,)
-            incomings = incomings + (incoming,)
-            weighteds = weighteds + (weighted,)
+            inputs = inputs + (input_loaded,)
+            incomings = incomings + (incoming_loaded,)
 
         if holds_statistics:
             scale = scales[step, 0]
@@ -358,50 +372,92 @@ def gated_rms_norm_backward_application(
             )
             mean_product = product_total * scale * inverse_group_size
 
+        zero = never
+
+        if recomputes:
+            # Always 0, of NaN too. A compiler does not know that, and has it only after the
+            # sums.
+            zero = ntl.cast(scale < 0.0, ntl.int16)
+
+            if first_tile.shape[0] == 1:
+                never = zero
+
         weight_sums_so_far = weight_sums
         weight_sums = ()
 
         for last_piece in ntl.static_range(input.shape[1]):
-            normalized = values[last_piece] * scale
+            # What was computed above, once more. Where the compiler knows `zero`, and in
+            # float32, it finds it in registers.
+            wide_input = _widened(inputs[last_piece], zero)
+            last_incoming = _widened(incomings[last_piece], zero)
+            last_value = wide_input
+            last_scaled = last_incoming
 
-            if needs_weight:
-                # `scaled`, once more.
-                unweighted = incomings[last_piece]
-
-                if activation != 0 and norm_before_gate:
-                    unweighted = unweighted * factors[last_piece]
-
-                weight_sums = weight_sums + (
-                    ntl.fma(unweighted, normalized, weight_sums_so_far[last_piece]),
+            if activation != 0:
+                last_factor = _widened(gates[last_piece], zero)
+                last_sigmoid = _sigmoid(
+                    last_factor,
+                    (inputs[last_piece].dtype == ntl.float32)
+                    | (gates[last_piece].dtype == ntl.float32),
+                )
+                complement = _complement_of_sigmoid(
+                    last_factor,
+                    activation,
+                    (inputs[last_piece].dtype == ntl.float32)
+                    | (gates[last_piece].dtype == ntl.float32),
                 )
 
-            grad_value = (
-                ntl.fma(normalized, mean_product * -1.0, weighteds[last_piece]) * scale
-            )
+                if activation == 1:
+                    last_factor = last_factor * last_sigmoid
+                    slope = ntl.fma(last_factor, complement, last_sigmoid)
+                else:
+                    last_factor = last_sigmoid
+                    slope = last_sigmoid * complement
+
+                if norm_before_gate:
+                    last_scaled = last_incoming * last_factor
+                else:
+                    last_value = wide_input * last_factor
+
+            if first_tile.shape[1] != num_columns_held:
+                last_value = ntl.where(
+                    column[None, :] < num_columns_held, last_value, 0.0
+                )
+
+            if holds_parameters:
+                last_weight = weights[last_piece]
+                last_bias = biases[last_piece]
+            else:
+                last_weight_loaded = ntl.zeros(first_weight.shape, first_weight.dtype)
+                last_bias_loaded = ntl.zeros(first_bias.shape, first_bias.dtype)
+
+                if never == 0:
+                    last_weight_loaded = weight[last_piece]
+                    last_bias_loaded = bias[last_piece]
+
+                last_weight = weight_offset + ntl.cast(last_weight_loaded, ntl.float32)
+                last_bias = ntl.cast(last_bias_loaded, ntl.float32)
+
+            normalized = last_value * scale
+
+            if needs_weight:
+                weight_sums = weight_sums + (
+                    ntl.fma(last_scaled, normalized, weight_sums_so_far[last_piece]),
+                )
+
+            weighted = last_scaled * last_weight
+            grad_value = ntl.fma(normalized, mean_product * -1.0, weighted) * scale
 
             if needs_gate:
                 if norm_before_gate:
-                    if holds_parameters:
-                        gate_weight = weights[last_piece]
-                        gate_bias = biases[last_piece]
-                    else:
-                        gate_weight = weight_offset + ntl.cast(
-                            weight[last_piece], ntl.float32
-                        )
-                        gate_bias = ntl.cast(bias[last_piece], ntl.float32)
-
-                    ungated = ntl.fma(normalized, gate_weight, gate_bias)
-                    grad_gate[step, last_piece] = (
-                        incomings[last_piece] * ungated * slopes[last_piece]
-                    )
+                    ungated = ntl.fma(normalized, last_weight, last_bias)
+                    grad_gate[step, last_piece] = last_incoming * ungated * slope
                 else:
-                    grad_gate[step, last_piece] = (
-                        grad_value * inputs[last_piece] * slopes[last_piece]
-                    )
+                    grad_gate[step, last_piece] = grad_value * wide_input * slope
 
             if needs_input:
                 if activation != 0 and norm_before_gate == 0:
-                    grad_input[step, last_piece] = grad_value * factors[last_piece]
+                    grad_input[step, last_piece] = grad_value * last_factor
                 else:
                     grad_input[step, last_piece] = grad_value
 
@@ -523,7 +579,8 @@ def premake(
     scalars `inverse_group_size` (1 / D), `eps`, `weight_offset`; and, compiled in,
     `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
     `holds_statistics` (whether `statistics`), `holds_parameters` (whether weight and bias
-    stay in registers), `num_columns_held` (of a piece) and `pipeline_stages` (of how many
+    stay in registers), `recomputes` (whether what was computed does not, while sums are
+    added up), `num_columns_held` (of a piece) and `pipeline_stages` (of how many
     steps the tensors are on their way at once). What is absent is a number, as for the
     forward kernel; a gradient that is not needed is any tensor of its shape, and is not
     written.
@@ -577,6 +634,7 @@ def premake(
         _choice("needs_bias"),
         _choice("holds_statistics"),
         _choice("holds_parameters"),
+        _choice("recomputes"),
         _choice("num_columns_held"),
         _choice("pipeline_stages"),
     )
