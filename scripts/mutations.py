@@ -1545,14 +1545,8 @@ _KERNELS = (
     Mutation(
         name="norm-gradient-of-a-sigmoid-cancels",
         file=_NORM_GRADIENTS,
-        old="""\
-            complement_divisor = _one_plus_exp(complement_argument)
-            complement = ntl.div_rn(1.0, complement_divisor)
-""",
-        new="""\
-            complement_divisor = _one_plus_exp(complement_argument * -1.0)
-            complement = 1.0 - ntl.div_rn(1.0, complement_divisor)
-""",
+        old="                    slope = last_sigmoid * complement\n",
+        new="                    slope = last_sigmoid * (1.0 - last_sigmoid)\n",
         promise="The slope of a wide open sigmoid keeps its digits.",
         tests=(
             _GATED_BACKWARD_KERNEL + "::test_gradients_are_right",
@@ -1684,8 +1678,8 @@ _KERNELS = (
     Mutation(
         name="norm-gradient-products-are-contracted",
         file=_NORM_GRADIENTS,
-        old="                products = ntl.fma(value, scaled * scaled_weight, products)\n",
-        new="                products = products + value * (scaled * scaled_weight)\n",
+        old="                products = ntl.fma(value, scaled * weights[piece], products)\n",
+        new="                products = products + value * (scaled * weights[piece])\n",
         promise="No sum of a product is left to the compiler.",
         tests=(
             _GATED_BACKWARD_OFFLINE
@@ -1778,8 +1772,8 @@ _KERNELS = (
     Mutation(
         name="gradient-sums-of-one-row-are-one",
         file=_NORM_GRADIENTS,
-        old="        second_total = _sum_of_columns(second_terms, are_held_pieces)\n",
-        new="        second_total = _sum_of_columns(first_terms, are_held_pieces)\n",
+        old="        second_total = _sum_of_columns(second_terms, are_by_four)\n",
+        new="        second_total = _sum_of_columns(first_terms, are_by_four)\n",
         promise="The mean of products is not that of squares.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
@@ -1814,24 +1808,24 @@ _KERNELS = (
     Mutation(
         name="gradient-weight-of-the-first-piece",
         file=_NORM_GRADIENTS,
-        old="                scaled_weight = weights[piece]\n",
-        new="                scaled_weight = weights[0]\n",
+        old="ntl.fma(value, scaled * weights[piece], products)\n",
+        new="ntl.fma(value, scaled * weights[0], products)\n",
         promise="Each piece has the weight of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
     Mutation(
         name="gradient-gate-by-the-first-weight",
         file=_NORM_GRADIENTS,
-        old="                last_weight = weights[last_piece]\n",
-        new="                last_weight = weights[0]\n",
+        old="            weighted = last_scaled * weights[last_piece]\n",
+        new="            weighted = last_scaled * weights[0]\n",
         promise="The gradients of a piece are by the weight of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
     Mutation(
         name="gradient-gate-by-the-first-bias",
         file=_NORM_GRADIENTS,
-        old="                last_bias = biases[last_piece]\n",
-        new="                last_bias = biases[0]\n",
+        old="                        normalized, weights[last_piece], biases[last_piece]\n",
+        new="                        normalized, weights[last_piece], biases[0]\n",
         promise="The gradient of a gate is by the bias of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_gradients_are_right",),
     ),
@@ -1864,11 +1858,11 @@ _KERNELS = (
         tests=(_GATED_BACKWARD_KERNEL + "::test_pieces_of_more_rows_than_programs",),
     ),
     Mutation(
-        name="gradient-hidden-zero-is-one-of-nan",
+        name="gradient-hidden-zero-is-one",
         file=_NORM_GRADIENTS,
         old="            zero = ntl.cast(scale < 0.0, ntl.int16)\n",
-        new="            zero = ntl.cast(scale != scale, ntl.int16)\n",
-        promise="A row of NaN changes nothing in the next.",
+        new="            zero = ntl.cast(scale > 0.0, ntl.int16)\n",
+        promise="What is computed once more is what it was.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_no_bit_depends_on_what_is_held",),
     ),
     Mutation(

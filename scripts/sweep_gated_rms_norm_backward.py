@@ -3,10 +3,10 @@
     python scripts/sweep_gated_rms_norm_backward.py [--device cuda|cpu] [--quick] --output FILE.jsonl
 
 For each group size: twice and half the warps, twice and half the programs, fewer and more
-stages, weight and bias held or not, what is computed held or not, and the whole group at once
-where it is held in pieces. Device time of all three gradients with the L2 cache cleared,
-beside an element-wise kernel that moves as many bytes. On a CPU one tiny shape runs in
-Triton's interpreter, and times mean nothing.
+stages, what is computed held or not, and the whole group at once where it is held in pieces.
+Device time of all three gradients with the L2 cache cleared, beside an element-wise kernel
+that moves as many bytes. On a CPU one tiny shape runs in Triton's interpreter, and times mean
+nothing.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def choices(group_size, num_groups):
     own = configs.gated_rms_norm_backward_config(group_size, num_groups)
 
     if group_size == TINY[0]:
-        return [own, dataclasses.replace(own, holds_parameters=False)]
+        return [own, dataclasses.replace(own, recomputes=True)]
 
     others = [
         {"num_warps": 2 * own.num_warps},
@@ -76,7 +76,6 @@ def choices(group_size, num_groups):
         {"max_row_blocks": own.max_row_blocks // 2},
         {"pipeline_stages": own.pipeline_stages - 1},
         {"pipeline_stages": own.pipeline_stages + 1},
-        {"holds_parameters": not own.holds_parameters},
         {"recomputes": not own.recomputes},
     ]
 
@@ -176,7 +175,6 @@ def print_best(shape, records):
                 "num_warps",
                 "max_row_blocks",
                 "pipeline_stages",
-                "holds_parameters",
                 "recomputes",
                 "columns_per_piece",
             )

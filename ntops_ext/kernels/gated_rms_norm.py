@@ -170,15 +170,15 @@ def _inverse_root(mean_square, is_float32):
     return inverse_root
 
 
-def _sum_of_columns(terms, is_held_piece):
+def _sum_of_columns(terms, is_by_four):
     # The sum along the second axis, whose length is a power of two, with that axis kept.
     # Any order of these steps would do; this one suits a GPU. 8 neighbours lie in one
-    # thread (16 bytes of a 16-bit type), 4 of a piece that is held; of their sums, those 512
+    # thread (16 bytes of a 16-bit type), or 4 (of a piece that is held); of their sums, those 512
     # or more apart lie in one thread too (16 warps at most); those up to 16 apart in one warp.
     partial = terms
 
     for neighbour_step in ntl.static_range(3):
-        if partial.shape[1] > 1 and not (is_held_piece and neighbour_step == 2):
+        if partial.shape[1] > 1 and not (is_by_four and neighbour_step == 2):
             partial = ntl.sum(
                 ntl.reshape(partial, (partial.shape[0], partial.shape[1] // 2, 2)), 2
             )

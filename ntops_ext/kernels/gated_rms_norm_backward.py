@@ -17,8 +17,8 @@ registers one would fill. It keeps its sums over rows in registers and writes th
 one row of a workspace of partial sums, which `sum_of_rows` adds. Of a group too wide to be
 held, a kernel finds the two means, and then programs take pieces of it.
 
-All arithmetic is in float32. Rows are added one after the other, then by a tree; columns as
-the forward kernel adds them, but for the last additions of several narrow rows at once.
+All arithmetic is in float32. Rows are added one after the other, then by a tree; columns by
+the trees of the forward kernel, but for the last additions of several narrow rows at once.
 """
 
 import functools
@@ -147,31 +147,6 @@ def _sigmoid(sigmoid_argument, is_precise):
     return sigmoid_value
 
 
-def _complement_of_sigmoid(complement_argument, activation, is_precise):
-    # 1 - sigmoid(z). That of silu is added to what is larger; that of a sigmoid is a factor,
-    # which may not cancel: it is sigmoid(-z).
-    if is_precise:
-        if activation == 1:
-            complement_divisor = _one_plus_exp(complement_argument * -1.0)
-            complement = 1.0 - ntl.div_rn(1.0, complement_divisor)
-        else:
-            complement_divisor = _one_plus_exp(complement_argument)
-            complement = ntl.div_rn(1.0, complement_divisor)
-    else:
-        if activation == 1:
-            complement_root = ntl.rsqrt(
-                1.0 + ntl.exp2(complement_argument * -1.4426950408889634)
-            )
-            complement = ntl.fma(complement_root * -1.0, complement_root, 1.0)
-        else:
-            complement_root = ntl.rsqrt(
-                1.0 + ntl.exp2(complement_argument * 1.4426950408889634)
-            )
-            complement = complement_root * complement_root
-
-    return complement
-
-
 def _sum_of_rows(terms):
     # The sum along the first axis, whose length is a power of two, with that axis kept.
     row_sums = terms
@@ -202,13 +177,13 @@ def _sum_of_few_columns(few_terms):
     return few_total
 
 
-def _two_sums_of_columns(first_terms, second_terms, are_held_pieces):
+def _two_sums_of_columns(first_terms, second_terms, are_by_four):
     # `_sum_of_columns` of both; side by side, so that warps wait for one another half as
     # often, where there are several warps and registers are left.
     if first_terms.shape[1] >= 1024 and first_terms.shape[1] <= 4096:
         pair = ntl.permute(ntl.join(first_terms, second_terms), (2, 0, 1))
         pair = ntl.reshape(pair, (2 * first_terms.shape[0], first_terms.shape[1]))
-        pair_totals = _sum_of_columns(pair, are_held_pieces)
+        pair_totals = _sum_of_columns(pair, are_by_four)
         pair_totals = ntl.reshape(pair_totals, (2, first_terms.shape[0], 1))
         both_totals = ntl.split(ntl.permute(pair_totals, (1, 2, 0)))
     elif first_terms.shape[0] > 1:
@@ -216,8 +191,8 @@ def _two_sums_of_columns(first_terms, second_terms, are_held_pieces):
         second_total = _sum_of_few_columns(second_terms)
         both_totals = (first_total, second_total)
     else:
-        first_total = _sum_of_columns(first_terms, are_held_pieces)
-        second_total = _sum_of_columns(second_terms, are_held_pieces)
+        first_total = _sum_of_columns(first_terms, are_by_four)
+        second_total = _sum_of_columns(second_terms, are_by_four)
         both_totals = (first_total, second_total)
 
     return both_totals
@@ -228,7 +203,10 @@ def _widened(narrow, hidden_zero):
     # the one to the other, in twice the registers, unless it cannot tell that the bits are
     # the same.
     if narrow.dtype == ntl.float32:
-        widened = narrow
+        wide_bits = ntl.cast(narrow, ntl.int32, bitcast=True) ^ ntl.cast(
+            hidden_zero, ntl.int32
+        )
+        widened = ntl.cast(wide_bits, ntl.float32, bitcast=True)
     else:
         narrow_bits = ntl.cast(narrow, ntl.int16, bitcast=True) ^ hidden_zero
         narrow_again = ntl.cast(narrow_bits, narrow.dtype, bitcast=True)
@@ -259,28 +237,23 @@ def gated_rms_norm_backward_application(
     needs_weight,
     needs_bias,
     holds_statistics,
-    holds_parameters,
     recomputes,
     num_columns_held,
     pipeline_stages,
 ):
-    # Not used for what they hold: for their shapes and dtypes.
+    # Not used for what it holds: for its shape.
     first_tile = input[0, 0]
-    first_weight = weight[0]
-    first_bias = bias[0]
     column = ntl.arange(0, first_tile.shape[1])
-    never = ntl.cast(0, ntl.int16)
     weights = ()
     biases = ()
     weight_sums = ()
     bias_sums = ()
 
     for initial_piece in ntl.static_range(input.shape[1]):
-        if holds_parameters:
-            weights = weights + (
-                weight_offset + ntl.cast(weight[initial_piece], ntl.float32),
-            )
-            biases = biases + (ntl.cast(bias[initial_piece], ntl.float32),)
+        weights = weights + (
+            weight_offset + ntl.cast(weight[initial_piece], ntl.float32),
+        )
+        biases = biases + (ntl.cast(bias[initial_piece], ntl.float32),)
 
         if needs_weight:
             weight_sums = weight_sums + (ntl.zeros(first_tile.shape, ntl.float32),)
@@ -293,6 +266,7 @@ def gated_rms_norm_backward_application(
         products = ntl.zeros(first_tile.shape, ntl.float32)
         inputs = ()
         gates = ()
+        sigmoids = ()
         incomings = ()
         bias_sums_so_far = bias_sums
         bias_sums = ()
@@ -324,23 +298,14 @@ def gated_rms_norm_backward_application(
                     value = value * factor
 
                 gates = gates + (gate_loaded,)
+                sigmoids = sigmoids + (sigmoid,)
 
             if first_tile.shape[1] != num_columns_held:
                 value = ntl.where(column[None, :] < num_columns_held, value, 0.0)
 
-            if holds_parameters:
-                scaled_weight = weights[piece]
-            else:
-                weight_loaded = ntl.zeros(first_weight.shape, first_weight.dtype)
-
-                if never == 0:
-                    weight_loaded = weight[piece]
-
-                scaled_weight = weight_offset + ntl.cast(weight_loaded, ntl.float32)
-
             if holds_statistics == 0:
                 squares = ntl.fma(value, value, squares)
-                products = ntl.fma(value, scaled * scaled_weight, products)
+                products = ntl.fma(value, scaled * weights[piece], products)
 
             if needs_bias:
                 if activation != 0 and norm_before_gate:
@@ -357,7 +322,11 @@ def gated_rms_norm_backward_application(
             scale = scales[step, 0]
             mean_product = mean_products[step, 0]
         else:
-            totals = _two_sums_of_columns(squares, products, input.shape[1] > 1)
+            # A thread holds 4 columns of a piece where there are 5 or 7 of fewer than 1024, 8
+            # otherwise (see `ntops_ext.configs`).
+            totals = _two_sums_of_columns(
+                squares, products, input.shape[1] > 3 and squares.shape[1] < 1024
+            )
             square_total = totals[0]
             product_total = totals[1]
 
@@ -372,45 +341,38 @@ def gated_rms_norm_backward_application(
             )
             mean_product = product_total * scale * inverse_group_size
 
-        zero = never
+        zero = ntl.cast(0, ntl.int16)
 
         if recomputes:
             # Always 0, of NaN too. A compiler does not know that, and has it only after the
             # sums.
             zero = ntl.cast(scale < 0.0, ntl.int16)
 
-            if first_tile.shape[0] == 1:
-                never = zero
-
         weight_sums_so_far = weight_sums
         weight_sums = ()
 
         for last_piece in ntl.static_range(input.shape[1]):
-            # What was computed above, once more. Where the compiler knows `zero`, and in
-            # float32, it finds it in registers.
+            # What was computed above, once more, but for the sigmoid, which takes longest.
+            # Where the compiler knows `zero`, it finds it in registers.
             wide_input = _widened(inputs[last_piece], zero)
             last_incoming = _widened(incomings[last_piece], zero)
             last_value = wide_input
             last_scaled = last_incoming
 
             if activation != 0:
+                last_sigmoid = sigmoids[last_piece]
                 last_factor = _widened(gates[last_piece], zero)
-                last_sigmoid = _sigmoid(
-                    last_factor,
-                    (inputs[last_piece].dtype == ntl.float32)
-                    | (gates[last_piece].dtype == ntl.float32),
-                )
-                complement = _complement_of_sigmoid(
-                    last_factor,
-                    activation,
-                    (inputs[last_piece].dtype == ntl.float32)
-                    | (gates[last_piece].dtype == ntl.float32),
-                )
 
                 if activation == 1:
                     last_factor = last_factor * last_sigmoid
-                    slope = ntl.fma(last_factor, complement, last_sigmoid)
+                    slope = ntl.fma(last_factor, 1.0 - last_sigmoid, last_sigmoid)
                 else:
+                    # Not 1 - sigmoid(z), which cancels, and here is a factor.
+                    complement = _sigmoid(
+                        last_factor * -1.0,
+                        (inputs[last_piece].dtype == ntl.float32)
+                        | (gates[last_piece].dtype == ntl.float32),
+                    )
                     last_factor = last_sigmoid
                     slope = last_sigmoid * complement
 
@@ -424,20 +386,6 @@ def gated_rms_norm_backward_application(
                     column[None, :] < num_columns_held, last_value, 0.0
                 )
 
-            if holds_parameters:
-                last_weight = weights[last_piece]
-                last_bias = biases[last_piece]
-            else:
-                last_weight_loaded = ntl.zeros(first_weight.shape, first_weight.dtype)
-                last_bias_loaded = ntl.zeros(first_bias.shape, first_bias.dtype)
-
-                if never == 0:
-                    last_weight_loaded = weight[last_piece]
-                    last_bias_loaded = bias[last_piece]
-
-                last_weight = weight_offset + ntl.cast(last_weight_loaded, ntl.float32)
-                last_bias = ntl.cast(last_bias_loaded, ntl.float32)
-
             normalized = last_value * scale
 
             if needs_weight:
@@ -445,12 +393,14 @@ def gated_rms_norm_backward_application(
                     ntl.fma(last_scaled, normalized, weight_sums_so_far[last_piece]),
                 )
 
-            weighted = last_scaled * last_weight
+            weighted = last_scaled * weights[last_piece]
             grad_value = ntl.fma(normalized, mean_product * -1.0, weighted) * scale
 
             if needs_gate:
                 if norm_before_gate:
-                    ungated = ntl.fma(normalized, last_weight, last_bias)
+                    ungated = ntl.fma(
+                        normalized, weights[last_piece], biases[last_piece]
+                    )
                     grad_gate[step, last_piece] = last_incoming * ungated * slope
                 else:
                     grad_gate[step, last_piece] = grad_value * wide_input * slope
@@ -578,12 +528,11 @@ def premake(
     `mean_products`, `grad_input`, `grad_gate`, `weight_partials`, `bias_partials`; the
     scalars `inverse_group_size` (1 / D), `eps`, `weight_offset`; and, compiled in,
     `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
-    `holds_statistics` (whether `statistics`), `holds_parameters` (whether weight and bias
-    stay in registers), `recomputes` (whether what was computed does not, while sums are
-    added up), `num_columns_held` (of a piece) and `pipeline_stages` (of how many
-    steps the tensors are on their way at once). What is absent is a number, as for the
-    forward kernel; a gradient that is not needed is any tensor of its shape, and is not
-    written.
+    `holds_statistics` (whether `statistics`), `recomputes` (whether what was computed does
+    not stay in registers while sums are added up), `num_columns_held` (of a piece) and
+    `pipeline_stages` (of how many steps the tensors are on their way at once). What is
+    absent is a number, as for the forward kernel; a gradient that is not needed is any
+    tensor of its shape, and is not written.
 
     :param num_columns: N, the size of the last dimension.
     :param columns_per_program: D, which divides N; or fewer, a power of two, of a single
@@ -633,7 +582,6 @@ def premake(
         _choice("needs_weight"),
         _choice("needs_bias"),
         _choice("holds_statistics"),
-        _choice("holds_parameters"),
         _choice("recomputes"),
         _choice("num_columns_held"),
         _choice("pipeline_stages"),

@@ -494,7 +494,6 @@ def _make_handles(kernels, layout, arguments):
     )
 
     choices = (
-        int(config.holds_parameters),
         int(config.recomputes),
         _num_columns_held(layout),
         _pipeline_stages(layout, arguments),
