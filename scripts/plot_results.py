@@ -182,15 +182,20 @@ def _plot_ratios(records, *, floor, of_what, title):
     axes.set_ylim(-0.7, len(records) - 0.3)
     axes.set_xscale("log")
     largest = axes.get_xlim()[1]
-    ticks = [
-        tick for tick in (1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 10) if tick <= 1.1 * largest
-    ]
+    # So many as have room for their labels.
+    ticks = (
+        (1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 10)
+        if largest < 12
+        else (1, 1.5, 2, 3, 5, 10, 20, 50)
+    )
+    ticks = [tick for tick in ticks if tick <= 1.1 * largest]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel(f"device time / {of_what}, L2 cleared (log scale)")
     axes.set_title(f"{title}\n{where(records)}", fontsize=11)
     _grid_behind(axes, "both")
-    axes.legend(loc="lower right", framealpha=1, fontsize=9)
+    # Beside the axes: within them it would hide marks.
+    figure.legend(loc="outside lower center", ncols=5, fontsize=9)
 
     return figure
 
