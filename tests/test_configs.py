@@ -175,6 +175,19 @@ def test_what_is_on_its_way_fits_in_shared_memory(group_size, kilobytes, stages)
     assert configs.pipeline_stages(config, group_size, 6, 1024 * kilobytes) == stages
 
 
+def test_gradients_of_float32_hold_fewer_columns_a_thread():
+    """In registers of twice the size; the columns of a piece stay, and with them the bits."""
+
+    narrow, wide = (
+        configs.gated_rms_norm_backward_config(5120, 1, item_size)
+        for item_size in (2, 4)
+    )
+
+    assert wide.num_warps == 2 * narrow.num_warps
+    assert wide.columns_per_piece == narrow.columns_per_piece
+    assert narrow.recomputes and not wide.recomputes
+
+
 def test_a_device_without_a_limit_has_all_stages():
     """The interpreter's."""
 

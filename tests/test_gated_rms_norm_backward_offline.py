@@ -103,6 +103,21 @@ def test_no_register_is_spilled(monkeypatch, columns, norm_before_gate):
     assert not any(spills(binary) for binary in binaries)
 
 
+@pytest.mark.slow
+def test_float32_is_not_spilled_where_16_bits_just_fit(monkeypatch):
+    """5120 columns are 40 a thread in 16 bits, 20 in float32."""
+
+    binary, *_ = compile_launches(
+        monkeypatch,
+        columns=5120,
+        dtype=torch.float32,
+        norm_before_gate=False,
+        bias=False,
+    )
+
+    assert not spills(binary)
+
+
 @pytest.mark.skipif(
     not hasattr(triton, "knobs"),
     reason="the compiler of Triton 3.3 holds what is computed all the same",

@@ -210,7 +210,13 @@ def _check_layout(
 
     if input.numel() > 0 and not unaddressable:
         config = configs.gated_rms_norm_backward_config(
-            group_size, num_columns // group_size
+            group_size,
+            num_columns // group_size,
+            max(
+                tensor.element_size()
+                for tensor in (grad_output, input, gate)
+                if tensor is not None
+            ),
         )
         parts = list(_split(grad_output, input, gate, group_size, config))
 
