@@ -1,8 +1,8 @@
 """ntops with launch plans for all its kernels: its own tests, and the host time of ten of its operators. Needs a GPU.
 
     python scripts/run_ntops_with_plans.py times NTOPS_FOLDER [--output FILE.jsonl]
-    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--files FILE...] [--parts N] [--jobs N] [--gpus N]
-        [--timeout SECONDS] [-- PYTEST_ARGUMENT...]
+    python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--files FILE...] [--parts N [--only PART...]] [--jobs N]
+        [--gpus N] [--timeout SECONDS] [-- PYTEST_ARGUMENT...]
 
 NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs each file of its suite twice, unpatched and patched,
 and compares the outcome of each test. `--parts` deals the tests of a file out to so many processes: a few files tune for many
@@ -51,7 +51,8 @@ def run_tests(folder, options):
 
     files = [folder / "tests" / name for name in options.files or ()]
     files = files or sorted((folder / "tests").glob("test_*.py"))
-    parts = [(file, part) for file in files for part in range(options.parts)]
+    numbers = options.only or range(1, options.parts + 1)
+    parts = [(file, number - 1) for file in files for number in numbers]
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         comparisons = [
@@ -234,6 +235,9 @@ def main(arguments):
     parser.add_argument("--output", type=pathlib.Path, help="a file for JSON lines")
     parser.add_argument("--files", nargs="+", help="of NTOPS_FOLDER/tests; all of them")
     parser.add_argument("--parts", type=int, default=1, help="processes a file")
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="PART", help="these parts, from 1"
+    )
     parser.add_argument("--jobs", type=int, default=4, help="processes at once")
     parser.add_argument(
         "--gpus", type=int, default=1, help="GPUs that files take turns on"
@@ -242,6 +246,9 @@ def main(arguments):
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
+
+    if not set(options.only or ()) <= set(range(1, options.parts + 1)):
+        parser.error(f"--only: {options.only}, of {options.parts} parts, from 1")
 
     if not (folder / "src" / "ntops").is_dir():
         parser.error(f"folder: {folder} is no checkout of ntops, it has no src/ntops")

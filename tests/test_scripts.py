@@ -115,6 +115,18 @@ def test_ntops_is_run_on_a_gpu(what, tmp_path, monkeypatch, capsys):
         (tmp_path / "src" / "ntops").mkdir(parents=True, exist_ok=True)
 
 
+@pytest.mark.parametrize("part", ["0", "4"])
+def test_parts_of_ntops_tests_that_there_are_not_are_refused(part, tmp_path, capsys):
+    """Before anything runs."""
+
+    main = importlib.import_module("run_ntops_with_plans").main
+
+    with pytest.raises(SystemExit):
+        main(["tests", str(tmp_path), "--parts", "3", "--only", "1", part])
+
+    assert f"--only: [1, {part}], of 3 parts" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_sanitizer_is_shown_every_kernel():
     """Calls of each kernel in ntops_ext/kernels, and of handles with plans."""
