@@ -2006,7 +2006,7 @@ _LAUNCHES = (
     Mutation(
         name="gradients-without-padding-by-ones",
         file=_CALL_OF_NORM_GRADIENTS,
-        old="            padding=int(_pads_with_ones(layout)),\n",
+        old="            padding=1.0 if _pads_with_ones(layout) else 0,\n",
         new="            padding=0,\n",
         promise="With an `eps` of 0, rows behind the last make no NaN.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_no_eps",),

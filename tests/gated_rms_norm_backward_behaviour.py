@@ -457,11 +457,18 @@ def test_wide_groups(device, small_pieces, norm_before_gate):
     assert_right(*call, gradients(*call))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_no_eps(device, norm_before_gate):
+def test_no_eps(device, norm_before_gate, dtype):
     """What pads rows and columns has no norm, and makes NaN of no gradient."""
 
-    call = make(device, columns=12, eps=0.0, norm_before_gate=norm_before_gate)
+    call = make(
+        device,
+        columns=12,
+        dtypes=(dtype,) * 4,
+        eps=0.0,
+        norm_before_gate=norm_before_gate,
+    )
     assert_right(*call, gradients(*call))
 
 

@@ -474,7 +474,8 @@ def _make_handles(kernels, layout, arguments):
             row_strides=part.row_strides,
             max_row_blocks=config.max_row_blocks,
             statistics=is_in_parts,
-            padding=int(_pads_with_ones(layout)),
+            # A float: Triton's interpreter takes the int 1 for the bits of a bfloat16.
+            padding=1.0 if _pads_with_ones(layout) else 0,
             bias=bias is not None,
             **present,
         )
