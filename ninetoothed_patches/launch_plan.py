@@ -21,7 +21,7 @@ class Watcher:
     def __init__(self, kernel, replace):
         self._kernel = kernel
         self._launched = None
-        # Made once: a new one on every call costs a sixth of an ordinary call.
+        # Made once: a call that makes a plan would have to make a function too.
         self._launch = replace(self)
 
     def watch(self, *arguments):

@@ -43,7 +43,7 @@ class CallLock:
     def run(self, function, *arguments):
         """What `function(*arguments)` returns, called while the lock is held."""
 
-        # No context manager: on a call that makes a plan a generator costs three times as much as all of this.
+        # No context manager: every call that makes a plan would start and end a generator for it.
         with self._lock:
             outer = _THREAD.is_in_a_call
 
