@@ -174,10 +174,13 @@ _MULTIPROCESSORS = 132
 _WARPS_OF_BACKWARD = 16
 
 
-def gated_rms_norm_backward_config(group_size, groups_per_row, item_size=2):
+def gated_rms_norm_backward_config(
+    group_size, groups_per_row, *, item_size=2, has_bias=False
+):
     """The configuration for rows of `groups_per_row` groups of `group_size` columns.
 
     :param item_size: The bytes of an element, of the widest of the tensors of rows.
+    :param has_bias: Whether there is a bias, whose sums take registers too.
 
     Nothing depends on the number of rows. `rows_per_step`, `max_row_blocks` and
     `columns_per_program` decide in which order rows are added up for the gradients of
@@ -204,9 +207,11 @@ def gated_rms_norm_backward_config(group_size, groups_per_row, item_size=2):
     piece = _held_piece(group_size)
 
     if piece is not None and group_size not in _PADDED_IN_BACKWARD:
-        # 20 to 28 columns a thread leave room for half the warps. 40 of 5 pieces of 1024 do so too, if
-        # they are of 16 bits and most is computed once more: 1.20 times the floor, where 20 took 1.31.
-        is_by_eight = group_size // piece == 3 or (piece >= 1024 and item_size == 2)
+        # 20 to 28 columns a thread leave room for half the warps. 40 of 5 pieces of 1024 do so too, if they
+        # are of 16 bits, have no bias, and most is computed once more: 1.20 times the floor, where 20 took 1.31.
+        is_by_eight = group_size // piece == 3 or (
+            piece >= 1024 and item_size == 2 and not has_bias
+        )
         num_warps = max(piece // (256 if is_by_eight else 128), 1)
 
         return GatedRMSNormBackwardConfig(

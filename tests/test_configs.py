@@ -13,14 +13,17 @@ NUM_GROUPS = [1, 2, 16, 1023, 1024, 10**6]
 
 @pytest.mark.parametrize("num_groups", NUM_GROUPS)
 def test_no_two_threads_hold_the_same_column(num_groups):
-    """Where there are several warps, each has lanes of its own: 256 or more, 8 a thread; of a piece that is held 2 a thread."""
+    """Where there are several warps, each has lanes of its own: 256 or more, 8 a thread; of a piece that is held 4 a thread, and 2 of 7168."""
 
     for group_size in [*GROUP_SIZES, 20000, 65536, 131072]:
         config = configs.gated_rms_norm_config(group_size, num_groups)
         lanes = configs.next_power_of_2(group_size)
         held = config.rows_per_program * min(lanes, config.columns_per_piece or lanes)
 
-        lanes_per_warp = 64 if config.holds_pieces else 256
+        lanes_per_warp = 128 if config.holds_pieces else 256
+
+        if group_size == 7168:
+            lanes_per_warp = 64
 
         assert config.num_warps == 1 or held >= lanes_per_warp * config.num_warps, (
             group_size
@@ -175,13 +178,12 @@ def test_what_is_on_its_way_fits_in_shared_memory(group_size, kilobytes, stages)
     assert configs.pipeline_stages(config, group_size, 6, 1024 * kilobytes) == stages
 
 
-def test_gradients_of_float32_hold_fewer_columns_a_thread():
-    """In registers of twice the size; the columns of a piece stay, and with them the bits."""
+@pytest.mark.parametrize("options", [{"item_size": 4}, {"has_bias": True}], ids=str)
+def test_gradients_that_take_more_registers_hold_fewer_columns_a_thread(options):
+    """Of float32, and with sums of a bias; the columns of a piece stay, and with them the bits."""
 
-    narrow, wide = (
-        configs.gated_rms_norm_backward_config(5120, 1, item_size)
-        for item_size in (2, 4)
-    )
+    narrow = configs.gated_rms_norm_backward_config(5120, 1)
+    wide = configs.gated_rms_norm_backward_config(5120, 1, **options)
 
     assert wide.num_warps == 2 * narrow.num_warps
     assert wide.columns_per_piece == narrow.columns_per_piece

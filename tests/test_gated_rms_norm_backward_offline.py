@@ -44,9 +44,18 @@ def compile_launches(monkeypatch, *, columns, dtype, norm_before_gate, bias=True
 
 
 def spills(binary):
-    """Whether a kernel uses local memory, for more than the one register that ptxas of Triton 3.9 spills of 5120 columns."""
+    """Whether a kernel uses local memory."""
 
-    return len(re.findall(r"\bSTL\b", binary["sass"])) > 1
+    return bool(re.findall(r"\b(?:STL|LDL)\b", binary["sass"]))
+
+
+def expect_a_spill_of_triton_3_9(request, columns, norm_before_gate):
+    """Its ptxas spills one register of 5120 columns, gate first; that of 3.6 none."""
+
+    if (columns, norm_before_gate) == (5120, False) and triton.__version__[:3] == "3.9":
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="one register is spilled")
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -89,9 +98,10 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
     ],
 )
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_no_register_is_spilled(monkeypatch, columns, norm_before_gate):
+def test_no_register_is_spilled(monkeypatch, request, columns, norm_before_gate):
     """Groups of 512 took 70 times the time, and more, while a thread held a whole row of them."""
 
+    expect_a_spill_of_triton_3_9(request, columns, norm_before_gate)
     binaries = compile_launches(
         monkeypatch,
         columns=columns,
@@ -104,15 +114,14 @@ def test_no_register_is_spilled(monkeypatch, columns, norm_before_gate):
 
 
 @pytest.mark.slow
-def test_float32_is_not_spilled_where_16_bits_just_fit(monkeypatch):
-    """5120 columns are 40 a thread in 16 bits, 20 in float32."""
+@pytest.mark.parametrize(
+    "dtype, bias", [(torch.float32, False), (torch.bfloat16, True)], ids=str
+)
+def test_more_is_not_spilled_where_16_bits_just_fit(monkeypatch, dtype, bias):
+    """5120 columns are 40 a thread in 16 bits, 20 in float32 or with a bias."""
 
     binary, *_ = compile_launches(
-        monkeypatch,
-        columns=5120,
-        dtype=torch.float32,
-        norm_before_gate=False,
-        bias=False,
+        monkeypatch, columns=5120, dtype=dtype, norm_before_gate=False, bias=bias
     )
 
     assert not spills(binary)
@@ -135,10 +144,11 @@ def test_float32_is_not_spilled_where_16_bits_just_fit(monkeypatch):
     ],
 )
 def test_a_multiprocessor_holds_as_many_programs_as_are_launched(
-    monkeypatch, columns, norm_before_gate
+    monkeypatch, request, columns, norm_before_gate
 ):
     """In registers: one instead of two waits at its own barriers."""
 
+    expect_a_spill_of_triton_3_9(request, columns, norm_before_gate)
     binary, *_ = compile_launches(
         monkeypatch,
         columns=columns,

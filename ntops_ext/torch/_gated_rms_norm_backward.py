@@ -212,11 +212,12 @@ def _check_layout(
         config = configs.gated_rms_norm_backward_config(
             group_size,
             num_columns // group_size,
-            max(
+            item_size=max(
                 tensor.element_size()
                 for tensor in (grad_output, input, gate)
                 if tensor is not None
             ),
+            has_bias=bias is not None,
         )
         parts = list(_split(grad_output, input, gate, group_size, config))
 
