@@ -281,6 +281,8 @@ def gated_rms_norm_backward_application(
             if activation != 0:
                 gate_loaded = gate[step, piece]
                 factor = ntl.cast(gate_loaded, ntl.float32)
+                # Not `or`, which Triton 3.3 has not for what a comparison of dtypes gives, and no name
+                # for both places: after the sums it would take that for no constant.
                 sigmoid = _sigmoid(
                     factor,
                     (input_loaded.dtype == ntl.float32)
