@@ -562,7 +562,9 @@ def test_no_bit_depends_on_what_is_held(
             recomputes=recomputes,
         )
         monkeypatch.setattr(
-            configs, "gated_rms_norm_backward_config", lambda *_, own=config: own
+            configs,
+            "gated_rms_norm_backward_config",
+            lambda *_, own=config, **__: own,
         )
         choose_anew()
         found.append(
