@@ -514,6 +514,8 @@ class PlanCache:
         return self._calling.run(self._tuned, launch, arguments, keywords)
 
     def _tuned(self, launch, arguments, keywords):
+        self._notice_tuner()
+
         try:
             return launch(*arguments, **keywords)
         finally:
@@ -528,6 +530,8 @@ class PlanCache:
             # While this thread waited, another has made a plan, maybe this one.
             return self.call(call_key, arguments, addresses, has_waited=True)
 
+        kinds = self._kinds
+
         try:
             launched = self._ordinary(self._watcher.watch, arguments)
         except BaseException:
@@ -540,6 +544,13 @@ class PlanCache:
 
         if reason is not None:
             self._count_bypass(reason)
+
+            return
+
+        if self._kinds is not kinds:
+            # A child that was forked within the call ends it: its kernel is the parent's.
+            with _CHANGING:
+                self._misses += 1
 
             return
 

@@ -274,6 +274,20 @@ _LAUNCH_PLANS = (
         tests=(_TUNING,),
     ),
     Mutation(
+        name="tuner-is-not-noticed-before-a-call-without-a-plan",
+        file=_CACHE,
+        old="""\
+        self._notice_tuner()
+
+        try:
+""",
+        new="""\
+        try:
+""",
+        promise="When the auto-tuner's results are cleared, a call that gets no plan does not hide it.",
+        tests=(_TUNING,),
+    ),
+    Mutation(
         name="key-without-the-backends-rule",
         file=_CACHE,
         old="""\
@@ -418,6 +432,14 @@ _LAUNCH_PLANS = (
         new="",
         promise="A forked child makes plans, and locks, of its own.",
         tests=(_REPEATER, _HAZARDS),
+    ),
+    Mutation(
+        name="forked-child-keeps-the-parents-call",
+        file=_CACHE,
+        old="        if self._kinds is not kinds:\n",
+        new="        if False:\n",
+        promise="A child that was forked within a call keeps no plan of it.",
+        tests=(_HAZARDS,),
     ),
     Mutation(
         name="first-plan-without-the-kernels-hash",

@@ -1108,6 +1108,30 @@ def test_a_forked_child_prepares_its_own_plans(driver, scale):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_child_forked_within_a_call_keeps_no_plan_of_it():
+    """LP40: what the parent began belongs to the parent, also where the child ends it."""
+
+    children = []
+    status = 1
+
+    with recording(load=lambda: children.append(os.fork())):
+        handle = ninetoothed_patches.planned(launch_kernels.scale())
+
+        try:
+            handle(rows(), 0.5, rows())
+            plans = [handle.cache_info().plans]
+            handle(rows(), 0.5, rows())
+            plans.append(handle.cache_info().plans)
+            status = 0 if plans == [0, 1] else 2
+        finally:
+            if children == [0]:
+                os._exit(status)
+
+        assert plans == [1, 1]
+        assert os.waitpid(children[0], 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_child_forked_while_a_thread_compiles_is_not_stuck():
     """LP40: the thread that held the lock is not there."""
 

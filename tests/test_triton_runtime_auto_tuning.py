@@ -12,6 +12,7 @@ from recording_driver import recording
 from threads import in_threads
 
 import ninetoothed_patches
+from ninetoothed_patches.plan_cache import UNUSED_PLANS
 
 
 @pytest.fixture
@@ -124,6 +125,33 @@ def test_a_cleared_tuner_tunes_again(driver, pair):
     pair.call(x, 0.5, o)
     pair.call(x, 0.5, o)
     assert pair.counts == (3, 2, 0)
+
+
+def test_a_tuner_that_was_cleared_before_a_call_without_a_plan_tunes_again(
+    driver, pair
+):
+    """LP45: a call that gets no plan does not hide that there are fewer results than before it."""
+
+    x, o = vector(), vector()
+
+    for _ in range(2):
+        pair.call(x, 0.5, o)
+
+    lengths = range(100, 100 + UNUSED_PLANS + 1)
+
+    for length in lengths:
+        pair.call(vector(length), 0.5, vector(length))
+
+    for handle in (pair.twin, pair.planned):
+        tuner_of(handle).cache.clear()
+
+    # As many results as before; no plan is made for layouts that come once by now.
+    for length in lengths:
+        pair.call(vector(length + 200), 0.5, vector(length + 200))
+
+    pair.call(vector(99), 0.5, vector(99))
+    pair.call(x, 0.5, o)
+    assert pair.info.hits == 1
 
 
 def test_a_winner_that_was_replaced_is_taken_after_clear_plans(driver, pair):
