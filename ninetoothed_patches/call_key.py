@@ -60,6 +60,7 @@ class CallReader:
     """
 
     def __init__(self, parameters):
+        self.parameters = [name for name, _ in parameters]
         self.tensors = [name for name, is_tensor in parameters if is_tensor]
         self.scalars = [name for name, is_tensor in parameters if not is_tensor]
         self._is_tensor = [is_tensor for _, is_tensor in parameters]

@@ -13,12 +13,8 @@ import weakref
 import torch
 
 from ninetoothed_patches import triton_abi
-from ninetoothed_patches.call_key import (
-    CallReader,
-    bits,
-    compile_function,
-    tensor_guard,
-)
+from ninetoothed_patches.call_functions import call_functions
+from ninetoothed_patches.call_key import CallReader, tensor_guard
 from ninetoothed_patches.counters import CacheInfo
 from ninetoothed_patches.launch_plan import Kind, LaunchForm, Plan, Watcher
 from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
@@ -41,123 +37,6 @@ _CHANGING = threading.RLock()
 _NO_KEYWORDS = types.MappingProxyType({})
 
 _STAMP = operator.attrgetter("stamp")
-
-# Every name but those of the parameters starts with two underscores: a tensor may be called `key` or `type`.
-_ENTRY = """\
-def {name}(__handle, {parameters}, *__surplus):
-    if __surplus or __is_dynamo_compiling():
-        return __ordinary({parameters}, *__surplus)
-
-    try:
-        {read_addresses}
-        __alignments = {alignments}
-
-        for __plan in __cache.recent:
-            if (
-                __plan.fits({tensors})
-                and __plan.driver is {driver}
-                and __plan.current_device() == __plan.device
-                and __plan.alignments == __alignments
-                {scalars_fit}
-                and __plan.state == {state}
-                and __plan.store is {stores}[__plan.device]
-                {tuner_fits}
-                and not ({watchers})
-            ):
-                break
-        else:
-            __plan = None
-            __outline = {outline}
-            __key = __NEW if __cache.unused > {most} and __cache.is_new(__outline) else {key}
-    except __Exception:
-        # Whatever it is, the ordinary call meets it again and says so.
-        __plan = __key = None
-
-    if __plan is None:
-        if __key is None:
-            return __cache.unreadable(({parameters},))
-
-        if __key is __NEW:
-            return __cache.ordinary(({parameters},))
-
-        return __cache.call(__key, ({parameters},), ({addresses},))
-
-    __plan.stamp = __next(__clock)
-    __plan.launch(__plan.current_stream(__plan.device), {addresses})
-"""
-
-# The very object that was passed before; otherwise equal, of the same type, and none of the zeros.
-_SCALAR_FITS = """\
-and (
-                    {name} is __plan.scalars[{position}]
-                    or __type({name}) is __type(__plan.scalars[{position}])
-                    and {name} == __plan.scalars[{position}]
-                    and {name}
-                )"""
-
-
-# In a key's place: this call gets none.
-_NEW = object()
-
-
-# What is looked at where no recent plan fits: in one function, for a call costs as much as what it would read.
-_LOOK = """\
-def is_watched():
-    try:
-        return bool({watchers})
-    except AttributeError:
-        # Not the chain of hooks that belongs there.
-        return True
-
-
-def look():
-    driver = {driver} or __active_driver()
-    device = driver.get_current_device()
-
-    return driver, device, {state}, {stores}[device], is_watched()
-"""
-
-_READ = """\
-def read({parameters}):
-    {read_addresses}
-    __alignments = {alignments}
-    __outline = {outline}
-
-    return {key}, ({addresses},)
-"""
-
-_REPEATER = """\
-def make(__plan, __driver, __device, __state, __store):
-    __launch = __plan.launch
-    __alignments = __plan.alignments
-    __current_device, __current_stream = __plan.current_device, __plan.current_stream
-
-    def {name}({addresses}):
-        try:
-            __is_valid = (
-                __plan.is_kept
-                and {driver} is __driver
-                and __current_device() == __device
-                and ({alignments}) == __alignments
-                and {state} == __state
-                and {stores}[__device] is __store
-                {tuner_fits}
-                and not ({watchers})
-            )
-        except __Exception:
-            # Whatever it is, the whole call meets it again and says so.
-            return False
-
-        if not __is_valid:
-            return False
-
-        __plan.stamp = __next(__clock)
-        __launch(__current_stream(__device), {addresses})
-
-        return True
-
-    return {name}
-"""
 
 
 class PlanCache:
@@ -204,8 +83,26 @@ class PlanCache:
         self._bypasses = collections.Counter()
 
         self._reset()
-        self._read = self._make_repeater = None
-        self.entry = self._never_entry(never) if never else self._entry(parameters)
+        self._read = None
+
+        if never:
+            self.entry = self._never_entry(never)
+        else:
+            functions = call_functions(
+                self,
+                name=launch.__name__,
+                reader=self._reader,
+                kernel=kernel,
+                tuner=self._tuner,
+                clock=self._clock,
+                ordinary=self._untouched(),
+                max_unused=UNUSED_PLANS,
+            )
+            self.entry = functions.entry
+            self._is_watched, self._look = functions.is_watched, functions.look
+            self._read = functions.read
+            self._make_repeater = functions.make_repeater
+
         _CACHES[self.number] = self
 
     def _reset(self):
@@ -269,64 +166,6 @@ class PlanCache:
             self._bypasses[reason] += 1
 
     # The entry, and what it calls.
-
-    def _entry(self, parameters):
-        expressions = triton_abi.expressions()
-        names = {
-            **expressions.names,
-            "__jit": self._kernel,
-            "__cache": self,
-            "__clock": self._clock,
-            "__tuner": self._tuner,
-            "__ordinary": self._untouched(),
-            "__active_driver": triton_abi.active_driver,
-            "__is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
-            "__bits": bits,
-            "__int": int,
-            "__type": type,
-            "__next": next,
-            "__NEW": _NEW,
-            "__len": len,
-            "__Exception": Exception,
-        }
-        reader = self._reader
-        addresses = [address for address, _ in reader.addresses]
-        texts = {
-            "name": self._launch.__name__,
-            "parameters": ", ".join(name for name, _ in parameters),
-            "read_addresses": "; ".join(map(" = ".join, reader.addresses)),
-            "addresses": ", ".join(addresses),
-            "alignments": reader.alignments,
-            "outline": reader.outline,
-            "key": f"({reader.kinds}, {reader.layout})",
-            "driver": expressions.driver,
-            "state": expressions.state,
-            "stores": expressions.stores,
-            "watchers": expressions.watchers,
-            "tuner_fits": "and __len(__tuner.cache) == __cache.tuned"
-            if self._tuner
-            else "",
-        }
-        self._is_watched, self._look, self._read, self._make_repeater = (
-            compile_function(template.format(**texts), name, names)
-            for template, name in (
-                (_LOOK, "is_watched"),
-                (_LOOK, "look"),
-                (_READ, "read"),
-                (_REPEATER, "make"),
-            )
-        )
-        source = _ENTRY.format(
-            **texts,
-            tensors=", ".join(reader.tensors),
-            most=UNUSED_PLANS,
-            scalars_fit="\n                ".join(
-                _SCALAR_FITS.format(name=name, position=position)
-                for position, name in enumerate(reader.scalars)
-            ),
-        )
-
-        return compile_function(source, self._launch.__name__, names)
 
     def _never_entry(self, reason):
         def bypass(handle, /, *arguments, **keywords):

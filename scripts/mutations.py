@@ -60,6 +60,7 @@ _OPERATOR_FUZZ = "tests/test_operator_fuzz.py"
 
 _KEY = "ninetoothed_patches/call_key.py"
 _CACHE = "ninetoothed_patches/plan_cache.py"
+_CALLS = "ninetoothed_patches/call_functions.py"
 _ABI = "ninetoothed_patches/triton_abi.py"
 
 # -- Launch plans: what is in a key, and what a call is compared by. --------------------
@@ -168,7 +169,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-the-other-zero",
-        file=_CACHE,
+        file=_CALLS,
         old="""\
                     and {name} == __plan.scalars[{position}]
                     and {name}
@@ -181,7 +182,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-another-type-of-scalar",
-        file=_CACHE,
+        file=_CALLS,
         old="""\
                     or __type({name}) is __type(__plan.scalars[{position}])
                     and {name} ==""",
@@ -192,7 +193,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-another-driver",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __plan.driver is {driver}\n",
         new="",
         promise="A plan is launched by the driver it was made with.",
@@ -200,7 +201,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-another-current-device",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __plan.current_device() == __plan.device\n",
         new="",
         promise="A plan is launched while the device is current that it was made on.",
@@ -208,7 +209,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-another-alignment",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __plan.alignments == __alignments\n",
         new="",
         promise="A recent plan for aligned addresses is none for misaligned ones.",
@@ -216,7 +217,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-another-state",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __plan.state == {state}\n",
         new="",
         promise="What Triton reads on each call (hash, debug, knobs) decides on a plan.",
@@ -224,7 +225,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-of-forgotten-kernels",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __plan.store is {stores}[__plan.device]\n",
         new="",
         promise="When somebody clears Triton's kernels, their plans go too.",
@@ -232,7 +233,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-past-a-hook",
-        file=_CACHE,
+        file=_CALLS,
         old="""\
                 and not ({watchers})
             ):
@@ -247,7 +248,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="traced-calls-enter-the-cache",
-        file=_CACHE,
+        file=_CALLS,
         old="    if __surplus or __is_dynamo_compiling():\n",
         new="    if __surplus:\n",
         promise="Dynamo traces through NineToothed's own launch function.",
@@ -255,9 +256,11 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="plan-of-a-cleared-tuner",
-        file=_CACHE,
-        old='            "tuner_fits": "and __len(__tuner.cache) == __cache.tuned"\n',
-        new='            "tuner_fits": ""\n',
+        file=_CALLS,
+        old="""\
+"and __len(__tuner.cache) == __cache.tuned" if tuner else "",
+""",
+        new='"",\n',
         promise="When the auto-tuner's results are cleared, it tunes again.",
         tests=(_TUNING,),
     ),
@@ -459,7 +462,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="repeater-of-a-dropped-plan",
-        file=_CACHE,
+        file=_CALLS,
         old="""\
                 __plan.is_kept
                 and {driver} is __driver
@@ -472,7 +475,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="repeater-on-another-device",
-        file=_CACHE,
+        file=_CALLS,
         old="                and __current_device() == __device\n",
         new="",
         promise="A repeater launches nothing while another device is current.",
@@ -480,7 +483,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="repeater-of-another-alignment",
-        file=_CACHE,
+        file=_CALLS,
         old="                and ({alignments}) == __alignments\n",
         new="",
         promise="A repeater launches nothing with addresses of another alignment.",
@@ -488,7 +491,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="repeater-of-another-state",
-        file=_CACHE,
+        file=_CALLS,
         old="                and {state} == __state\n",
         new="",
         promise="A repeater launches nothing when Triton's state has changed.",
@@ -496,7 +499,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="repeater-past-a-hook",
-        file=_CACHE,
+        file=_CALLS,
         old="""\
                 and not ({watchers})
             )
