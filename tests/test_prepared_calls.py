@@ -1,5 +1,6 @@
 """Operators: a call that was prepared launches what the same call launches when it goes the whole way."""
 
+import collections
 import functools
 import gc
 import itertools
@@ -371,6 +372,107 @@ def test_an_overlap_at_new_addresses_is_refused(driver):
         ntops_ext.torch.gated_rms_norm(input, weight, buffer[:6], out=buffer[3:9])
 
     assert driver.take() == []
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_new_addresses_are_prepared_for(driver, monkeypatch, case):
+    """Tensors that lie apart, or to each other as before, are not compared element by element again."""
+
+    name, make = CALLS[case]
+    warm(name, *make())
+    others = [make() for _ in range(8)]
+    driver.clear()
+
+    for arguments, keywords in others:
+        assert is_prepared(name, arguments, keywords)
+
+    assert len(driver.take()) == len(others)
+
+    for arguments, keywords in others:
+        check(driver, monkeypatch, name, arguments, keywords)
+
+
+def outcome(driver, call, given):
+    """What a call launched, or what it raised, having launched nothing."""
+
+    try:
+        return launches(driver, call, given=given)[0]
+    except ValueError as error:
+        assert driver.take() == []
+
+        return str(error)
+
+
+def norm_in_one_buffer(generator, buffer):
+    """Rows of 128 columns, 256 apart: others fit in between."""
+
+    def at(offset):
+        return buffer.as_strided((6, 128), (256, 1), 64 * offset)
+
+    input, gate, out = (at(generator.randrange(64)) for _ in range(3))
+    weight = buffer[64 * generator.randrange(80) :][:128]
+
+    return (input, weight, gate), {"out": generator.choice([out, out, input])}
+
+
+def pack_in_one_buffer(generator, buffer):
+    """Each tensor in a place of its own, but for one that lies anywhere."""
+
+    inputs, _ = pack_arguments()
+    arguments = []
+    moved = generator.choice([None, *range(len(inputs))])
+
+    for position, tensor in enumerate(inputs):
+        offset = 1536 * position
+
+        if position == moved:
+            offset = 64 * generator.randrange(240)
+        elif position in (6, 7) and generator.randrange(2):
+            # The rows of the packed tensor itself.
+            offset = 1536 * (position - 5)
+
+        offset //= 4 if tensor.is_complex() else 1
+        arguments.append(
+            buffer.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
+        )
+
+    return tuple(arguments), {}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gated_rms_norm", norm_in_one_buffer),
+        ("qk_norm_rope_pack_", pack_in_one_buffer),
+    ],
+)
+def test_tensors_anywhere_in_one_buffer(driver, monkeypatch, name, place):
+    """The same layouts: one call is as right or as wrong as if nothing were known."""
+
+    generator = random.Random(0)
+    buffer = torch.zeros(20480, dtype=torch.bfloat16)
+    outcomes = collections.Counter()
+
+    for _ in range(300):
+        arguments, keywords = place(generator, buffer)
+        given = (*arguments, *keywords.values())
+        expected, actual = (
+            outcome(
+                driver, functools.partial(function, *way, arguments, keywords), given
+            )
+            for function, way in (
+                (whole_way, (monkeypatch, name)),
+                (known_way, (name,)),
+            )
+        )
+        assert expected == actual
+        outcomes[isinstance(actual, str)] += 1
+
+    assert min(outcomes[True], outcomes[False]) > 50
+
+
+def known_way(name, arguments, keywords):
+    return getattr(ntops_ext.torch, name)(*arguments, **keywords)
 
 
 def test_prefixes_that_lie_elsewhere_are_copied(driver, monkeypatch):

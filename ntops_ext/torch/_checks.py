@@ -209,10 +209,7 @@ def overlap(first_name, first, second_name, second):
     if first.is_meta:
         return False
 
-    first_start, first_end = _extent(first)
-    second_start, second_end = _extent(second)
-
-    if first_end <= second_start or second_end <= first_start:
+    if lie_apart(first, second):
         return False
 
     try:
@@ -226,6 +223,23 @@ def overlap(first_name, first, second_name, second):
             f" and {tuple(second.shape)}, strides {first.stride()} and {second.stride()}."
             f" Pass a copy of one of them."
         ) from None
+
+
+def lie_apart(first, second):
+    """Whether one of two tensors, neither of them empty, ends before the other begins."""
+
+    first_start, first_end = _extent(first)
+    second_start, second_end = _extent(second)
+
+    return first_end <= second_start or second_end <= first_start
+
+
+def bytes_spanned(tensor):
+    """How many bytes lie from the first of `tensor`, which is not empty, to its last."""
+
+    start, end = _extent(tensor)
+
+    return end - start
 
 
 def is_same_view(first, second):

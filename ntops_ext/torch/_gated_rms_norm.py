@@ -248,7 +248,14 @@ def _prepare(layout, whole_call, handle, launched, result):
             for name, argument in zip(names, launched, strict=False)
             if isinstance(argument, torch.Tensor)
         ],
-        checked=None if out is None else layout.addresses,
+        checked=None
+        if out is None
+        else _prepared.CheckedAddresses(
+            found=layout.addresses,
+            verdict=True,
+            remember=_layouts_of_calls.remember_addresses,
+            written=("out",),
+        ),
         allocated=("out", result) if out is None else None,
         written=() if out is None else ("out",),
     )

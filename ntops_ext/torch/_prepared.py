@@ -5,13 +5,16 @@ for the next call of the same layouts and options. `PreparedCalls` writes out, a
 to be done then: compare, allocate, launch. docs/results/README.md has what that costs.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
 
 import ninetoothed_patches
 from ninetoothed_patches.call_key import tensor_guard
+from ntops_ext.torch import _checks
 
 # How many kinds of calls an operator compares a call with before it goes the whole way.
 _MAX_RECENT = 4
@@ -35,10 +38,38 @@ def call({parameters}):
     return {result}
 """
 
+# Addresses that were met before cost less to look up than to compare.
+_CHECK_ADDRESSES = """\
+if __found.get({addresses}) is not {verdict}:
+        if not ({lie_alike}):
+            return None
+
+        __remember(__found, {addresses}, {verdict})
+"""
+
 # The very object of the earlier call; otherwise equal, of the same type, and none of the zeros.
 _OPTION_FITS = """\
 ({name} is __value_{name} or __type({name}) is __type(__value_{name})
          and {name} == __value_{name} and {name})"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedAddresses:
+    """What was found out about a call by the addresses of its tensors.
+
+    It is the same for a call of the same layouts in which each tensor that is written lies to every other as it does in
+    this one: at the same distance, or apart.
+
+    :param found: A mapping of the tensors' addresses, in the order of the parameters, to what was found out.
+    :param verdict: What was found out about this call: True or False.
+    :param remember: A function of `found`, addresses and a verdict that puts it there.
+    :param written: The names of the tensors that were compared with all others.
+    """
+
+    found: dict
+    verdict: bool
+    remember: Callable
+    written: tuple
 
 
 class OfLayout:
@@ -115,7 +146,6 @@ class PreparedCalls:
         *,
         addressed,
         checked=None,
-        verdict=True,
         allocated=None,
         written=(),
     ):
@@ -126,9 +156,7 @@ class PreparedCalls:
         :param handle: The handle that was called for it, once.
         :param handle_arguments: What it was called with.
         :param addressed: For each tensor of `handle_arguments` the name of the parameter in whose memory it lies.
-        :param checked: A mapping of the tensors' addresses, in the order of the parameters, to what was found out about
-            calls with these addresses. None if nothing depends on them.
-        :param verdict: What must have been found out: True or False.
+        :param checked: The `CheckedAddresses` of the call. None if nothing depends on them.
         :param allocated: The name of a parameter that is None, in whose place a tensor is allocated, and that tensor.
         :param written: The names of the parameters that were given and are written.
         """
@@ -156,7 +184,6 @@ class PreparedCalls:
             "__repeat": repeat,
             "__fits": fits,
             "__type": type,
-            "__checked": checked,
             "__is_grad_enabled": torch.is_grad_enabled,
             "__forward_ad": forward_ad,
             "__increment_version": torch.autograd.graph.increment_version,
@@ -196,9 +223,13 @@ class PreparedCalls:
         check = allocate = mark = ""
 
         if checked is not None:
-            check = (
-                f"if __checked.get(({', '.join(addresses.values())},)) is not {verdict}:"
-                f" return None"
+            lie_alike, numbers = _lie_alike(tensors, addresses, checked.written)
+            names |= numbers
+            names |= {"__found": checked.found, "__remember": checked.remember}
+            check = _CHECK_ADDRESSES.format(
+                addresses=f"({', '.join(addresses.values())},)",
+                verdict=checked.verdict,
+                lie_alike=lie_alike,
             )
 
         if allocated is not None:
@@ -235,6 +266,44 @@ class PreparedCalls:
         exec(_compiled(source), names)
         prepared.add(names["call"])
         self.use(names["call"])
+
+
+def _lie_alike(tensors, addresses, written):
+    """Whether tensors like these, at other addresses, lie to each other as these do.
+
+    :param tensors: A mapping of names to tensors.
+    :param addresses: A mapping of their names to source text.
+    :param written: The names of those that matter to each other and to all others.
+    :return: Source text, and what the names in it are: layouts that differ in numbers alone share it.
+    """
+
+    relations, names = [], {}
+
+    for position, first in enumerate(written):
+        for second in tensors:
+            if second in written[: position + 1]:
+                continue
+
+            one, other = tensors[first], tensors[second]
+
+            if one.numel() == 0 or other.numel() == 0:
+                continue
+
+            here, there = addresses[first], addresses[second]
+
+            if _checks.lie_apart(one, other):
+                names[f"__span_{first}"] = _checks.bytes_spanned(one)
+                names[f"__span_{second}"] = _checks.bytes_spanned(other)
+                relations.append(
+                    f"({here} + __span_{first} <= {there}"
+                    f" or {there} + __span_{second} <= {here})"
+                )
+            else:
+                distance = f"__distance_{first}_{second}"
+                names[distance] = other.data_ptr() - one.data_ptr()
+                relations.append(f"{there} - {here} == {distance}")
+
+    return " and ".join(relations) or "True", names
 
 
 def _address_in(tensor, address, view):

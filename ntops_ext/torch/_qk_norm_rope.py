@@ -204,7 +204,14 @@ def _prepare(layout, whole_call, handle, launched):
         handle,
         launched,
         addressed=("input", "out", "weight", "rope"),
-        checked=None if out is None else layout.addresses,
+        checked=None
+        if out is None
+        else _prepared.CheckedAddresses(
+            found=layout.addresses,
+            verdict=True,
+            remember=layouts.remember_addresses,
+            written=("out",),
+        ),
         allocated=("out", launched[1]) if out is None else None,
         written=() if out is None else ("out",),
     )

@@ -152,8 +152,12 @@ def qk_norm_rope_pack_(
                 addressed=[
                     name for name, tensor in named.items() if tensor is not None
                 ],
-                checked=layout.verdicts,
-                verdict=prefixes_are_kept,
+                checked=_prepared.CheckedAddresses(
+                    found=layout.verdicts,
+                    verdict=prefixes_are_kept,
+                    remember=layouts.remember_addresses,
+                    written=_WRITTEN,
+                ),
                 written=written,
             )
 
