@@ -7,6 +7,7 @@ tensors are small: what is timed is the way from the call to the launch. On a CP
 `torch.add` computes.
 """
 
+import itertools
 import sys
 
 import launch_cases
@@ -43,13 +44,19 @@ def make_calls(device):
     angles = torch.rand(tokens, head_dim // 2, device=device)
     rope = torch.polar(torch.ones_like(angles), angles)
     pack = ntops_ext.torch.qk_norm_rope_pack_
-    packed = (q, k_out, v_out, head_weight, head_weight, rope, k_prefix, v_prefix)
+    behind_q = head_weight, head_weight, rope, k_prefix, v_prefix
+    packed = (q, k_out, v_out, *behind_q)
+    # More than are remembered.
+    outs, queries = (itertools.cycle(windows(tensor, 20000)) for tensor in (out, q))
 
     return {
         "torch.add(x, y, out=z)": lambda: torch.add(x, gate, out=out),
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "gated_rms_norm, allocating": lambda: norm(x, weight, gate),
         "gated_rms_norm, out": lambda: norm(x, weight, gate, out=out),
+        "gated_rms_norm, out, new addresses": lambda: norm(
+            x, weight, gate, out=next(outs)
+        ),
         "gated_rms_norm, slices, groups": lambda: norm(
             slices[0], weight, slices[1], group_size=512, norm_before_gate=False
         ),
@@ -57,8 +64,22 @@ def make_calls(device):
             q, head_weight, rope
         ),
         "qk_norm_rope_pack_, in place": lambda: pack(*packed),
+        "qk_norm_rope_pack_, in place, new addresses": lambda: pack(
+            next(queries), k_out, v_out, *behind_q
+        ),
         "qk_norm_rope_pack_, copying": lambda: pack(*packed, k, v),
     }
+
+
+def windows(tensor, count):
+    """So many tensors like `tensor` at different addresses, in one buffer."""
+
+    buffer = tensor.new_zeros(tensor.numel() + 16 * count)
+
+    return [
+        buffer.as_strided(tensor.shape, tensor.stride(), 16 * position)
+        for position in range(count)
+    ]
 
 
 def main(arguments):
