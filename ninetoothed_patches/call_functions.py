@@ -24,9 +24,10 @@ def {name}(__handle, {parameters}, *__surplus):
         {read_addresses}
         __alignments = {alignments}
 
-        for __plan in __cache.recent:
+        for __plan in __cache.last.successors:
             if (
                 __plan.fits({tensors})
+                and __plan.is_kept
                 and __plan.driver is {driver}
                 and __plan.current_device() == __plan.device
                 and __plan.alignments == __alignments
@@ -54,6 +55,7 @@ def {name}(__handle, {parameters}, *__surplus):
 
         return __cache.call(__key, ({parameters},), ({addresses},))
 
+    __cache.last = __plan
     __plan.stamp = __next(__clock)
     __plan.launch(__plan.current_stream(__plan.device), {addresses})
 """
@@ -67,7 +69,7 @@ and (
                     and {name}
                 )"""
 
-# What is looked at where no recent plan fits: in one function, for a call costs as much as what it would read.
+# What is looked at where no successor fits: in one function, for a call costs as much as what it would read.
 _LOOK = """\
 def is_watched():
     try:
@@ -131,7 +133,7 @@ def make(__plan, __driver, __device, __state, __store):
 class CallFunctions:
     """The functions of one handle.
 
-    :param entry: Its `__call__`: launches by a recent plan, or hands the call to the `PlanCache`.
+    :param entry: Its `__call__`: launches by a successor of the last plan, or hands the call to the `PlanCache`.
     :param is_watched: Whether anything wants to see launches now.
     :param look: What else than the arguments decides on a plan now: driver, device, Triton's state, where Triton keeps
         that device's kernels, and `is_watched()`.

@@ -78,7 +78,8 @@ class Kind:
 class Plan:
     """One prepared launch. It holds no tensor, no address, no stream and no hook.
 
-    `launch(stream, *addresses)` launches; it is None until the plan is first used. The other fields say for which calls.
+    `launch(stream, *addresses)` launches; it is None until the plan is first used. `successors` are plans that were used
+    next after this one. The other fields say for which calls.
 
     :param key: A `Kind`, Triton's state, and the layout of the call.
     :param store: Where Triton keeps the kernels of that device.
@@ -100,6 +101,7 @@ class Plan:
         "stamp",
         "state",
         "store",
+        "successors",
     )
 
     def __init__(self, key, store, launched):
@@ -109,7 +111,15 @@ class Plan:
         self.launch = None
         self.fits = None
         self.scalars = ()
+        self.successors = ()
         self.is_kept = True
+
+    def drop(self):
+        """No call is launched by this plan any longer, even if it is still another plan's successor."""
+
+        self.is_kept = False
+        # Else the plans that are dropped might keep each other, and all that were dropped before.
+        self.successors = ()
 
 
 class LaunchForm:

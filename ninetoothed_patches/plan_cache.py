@@ -19,9 +19,10 @@ from ninetoothed_patches.counters import CacheInfo
 from ninetoothed_patches.launch_plan import Kind, LaunchForm, Plan, Watcher
 from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 
-# How many plans a call is compared with before its key is made. A kernel of a model mostly sees one layout a step, or
-# two that alternate (queries and keys). A comparison that fails costs about 0.3 us, a key and its look-up 4.
-RECENT_PLANS = 4
+# How many plans a call is compared with before its key is made: those that came next when the last plan was used before.
+# A model calls a kernel with one layout, or with some in an order that each step repeats. A comparison that fails costs
+# about 0.3 us, a key and its look-up 4.
+MAX_SUCCESSORS = 4
 
 # How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
 # it costs much of an ordinary call again, and there are workloads in which nothing comes twice.
@@ -36,7 +37,12 @@ _CHANGING = threading.RLock()
 
 _NO_KEYWORDS = types.MappingProxyType({})
 
-_STAMP = operator.attrgetter("stamp")
+
+class _Start:
+    """Stands for the last plan where there is none."""
+
+    def __init__(self):
+        self.successors = ()
 
 
 class PlanCache:
@@ -109,7 +115,8 @@ class PlanCache:
         # Held while an ordinary call is watched or tunes, which takes as long as compiling.
         self._calling = CallLock()
         self._watcher = Watcher(self._launched, self._replace)
-        self.recent = ()
+        # The plan that was used last.
+        self.last = _Start()
         self._plans = {}
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
@@ -131,16 +138,16 @@ class PlanCache:
             plans, self._plans, self._queue = self._plans, {}, []
             self._seen = set()
             self.unused = 0
-            self.recent = ()
+            self.last = _Start()
 
             for plan in plans.values():
-                plan.is_kept = False
+                plan.drop()
 
     def after_fork_in_child(self):
         """The parent's modules mean nothing in the child, and its locks may be held by a thread that is not there."""
 
         for plan in self._plans.values():
-            plan.is_kept = False
+            plan.drop()
 
         self._reset()
 
@@ -238,7 +245,7 @@ class PlanCache:
         return hash(plan.key[-1][0])
 
     def call(self, call_key, arguments, addresses, *, has_waited=False):
-        """A call that no recent plan fits.
+        """A call that no successor of the last plan fits.
 
         :param has_waited: Whether it comes again, after it has waited for another call of this handle.
         """
@@ -477,32 +484,24 @@ class PlanCache:
 
         _, plan = heapq.heappop(queue)
         del plans[plan.key]
-        plan.is_kept = False
-        self._show(plans, [other for other in self.recent if other is not plan])
+        plan.drop()
         self._evictions += 1
 
         return plan
 
-    def _show(self, plans, recent):
-        """Let the next call be compared with these of `plans`, unless all of them have been dropped meanwhile."""
-
-        self.recent = tuple(recent)
-
-        if self._plans is not plans:
-            self.recent = ()
-
     def _remember(self, plan, arguments, *, can_guard):
-        """Make `plan` one of those that the next call is compared with first."""
+        """Make `plan` the last one, and a successor of the one before."""
 
+        last = self.last
         scalars = self._reader.scalars_of(arguments)
         is_refused = True
 
         if plan.launch is None:
             self._finish(plan)
         else:
-            # It is recent, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
+            # It was compared, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
             # one was passed twice.
-            is_refused = plan in self.recent and all(
+            is_refused = plan in last.successors and all(
                 map(operator.is_, scalars, plan.scalars)
             )
 
@@ -515,13 +514,15 @@ class PlanCache:
         with _CHANGING:
             plan.fits = fits or plan.fits
             plan.scalars = scalars
-            plans = self._plans
 
-            if plan.fits is None or not plan.is_kept or plan in self.recent:
+            if plan.fits is None or not plan.is_kept:
                 return
 
-            newest_first = sorted(self.recent, key=_STAMP, reverse=True)
-            self._show(plans, (plan, *newest_first[: RECENT_PLANS - 1]))
+            self.last = plan
+
+            if plan not in last.successors:
+                others = [other for other in last.successors if other.is_kept]
+                last.successors = (plan, *others[: MAX_SUCCESSORS - 1])
 
     def _finish(self, plan):
         """Prepare the launch of a plan that is used for the first time.

@@ -7,6 +7,7 @@ On a CPU launches do nothing: the times are what Python and Triton take on that 
 """
 
 import itertools
+import random
 import sys
 import time
 
@@ -65,12 +66,17 @@ def measure(options):
         functions[f"{name}, unpatched"] = launch_cases.call(twin, arguments)
         functions[f"{name}, planned"] = launch_cases.call(handle, arguments)
 
-    # Six layouts in turn are more than the recent plans: each call makes its key and looks it up.
-    handles["rotating"] = rotating = ninetoothed_patches.planned(launch_cases.five())
-    layouts = itertools.cycle(
-        unseen_layouts(launch_cases.arguments_of_five(device))[:6]
-    )
-    functions["5 tensors, 6 layouts in turn"] = lambda: rotating(*next(layouts))
+    layouts = unseen_layouts(launch_cases.arguments_of_five(device))[:16]
+    choose = random.Random(0)
+
+    # Each layout comes after any other: most calls make their key and look it up.
+    for order, sequence in {
+        "6 layouts in one order": layouts[:6],
+        "16 layouts in no order": choose.choices(layouts, k=4096),
+    }.items():
+        handle = ninetoothed_patches.planned(launch_cases.five())
+        handles[order] = handle
+        functions[f"5 tensors, {order}"] = in_turn(handle, sequence)
 
     times = timing.host_times(functions, rounds=options.rounds, calls=options.calls)
 
@@ -102,6 +108,12 @@ def measure(options):
     ]
 
     return [{"benchmark": "launch", "device": device, **record} for record in records]
+
+
+def in_turn(handle, sequence):
+    layouts = itertools.cycle(sequence)
+
+    return lambda: handle(*next(layouts))
 
 
 def unseen_layouts(arguments):

@@ -395,11 +395,33 @@ _LAUNCH_PLANS = (
         tests=(_HAZARDS,),
     ),
     Mutation(
-        name="evicted-plan-is-still-recent",
-        file=_CACHE,
-        old="        self._show(plans, [other for other in self.recent if other is not plan])\n",
+        name="dropped-plan-is-launched",
+        file=_CALLS,
+        old="                and __plan.is_kept\n",
         new="",
-        promise="An evicted plan is gone.",
+        promise="A plan that was dropped launches nothing, although it is another plan's successor.",
+        tests=(_PLAN_CACHE, _HAZARDS),
+    ),
+    Mutation(
+        name="dropped-plan-keeps-its-successors",
+        file="ninetoothed_patches/launch_plan.py",
+        old="""\
+        self.is_kept = False
+        # Else the plans that are dropped might keep each other, and all that were dropped before.
+        self.successors = ()
+""",
+        new="""\
+        self.is_kept = False
+""",
+        promise="What was evicted long ago is freed.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
+        name="successors-of-one-plan-for-all",
+        file=_CALLS,
+        old="    __cache.last = __plan\n",
+        new="",
+        promise="Layouts in an order that comes again need no keys.",
         tests=(_PLAN_CACHE,),
     ),
     Mutation(
@@ -407,7 +429,7 @@ _LAUNCH_PLANS = (
         file=_CACHE,
         old="""\
         del plans[plan.key]
-        plan.is_kept = False
+        plan.drop()
 """,
         new="""\
         del plans[plan.key]
@@ -416,15 +438,13 @@ _LAUNCH_PLANS = (
         tests=(_REPEATER,),
     ),
     Mutation(
-        name="cleared-plans-are-still-recent",
+        name="cleared-plans-are-still-launched",
         file=_CACHE,
         old="""\
-            self.unused = 0
-            self.recent = ()
+            for plan in plans.values():
+                plan.drop()
 """,
-        new="""\
-            self.unused = 0
-""",
+        new="",
         promise="`clear_plans` drops all plans.",
         tests=(_PLAN_CACHE,),
     ),
@@ -654,14 +674,6 @@ _LAUNCH_PLANS = (
         new="self._replace(self._tuner)",
         promise="A call that comes in the middle of a tuning leaves that as it is.",
         tests=(_HAZARDS + "::test_a_call_within_a_tuning",),
-    ),
-    Mutation(
-        name="plans-cleared-in-a-change-come-back",
-        file=_CACHE,
-        old="        if self._plans is not plans:\n            self.recent = ()\n",
-        new="",
-        promise="`clear_plans` drops all plans, also in the middle of a change.",
-        tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="evicted-plans-are-freed-in-a-change",

@@ -170,7 +170,7 @@ def planned_parts(handle, arguments):
     """What `plan_cache`'s entry does, piece by piece. Returned as by `unpatched_parts`."""
 
     cache = handle._cache
-    (plan,) = cache.recent
+    plan = cache.last
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     stream = plan.current_stream(plan.device)
@@ -184,7 +184,7 @@ def planned_parts(handle, arguments):
     )
 
     def key_and_look_up():
-        cache.recent = ()
+        plan.successors = ()
         handle(*arguments)
 
     look_up = "(a whole call by key and look-up)"

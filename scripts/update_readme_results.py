@@ -250,11 +250,21 @@ def launch_plans(folder):
             "5 tensors, auto-tuned, planned",
         ),
         (
+            "the same, 6 layouts in one order",
+            None,
+            "5 tensors, 6 layouts in one order",
+        ),
+        (
+            "the same, 16 layouts in no order, mostly found by their keys",
+            None,
+            "5 tensors, 16 layouts in no order",
+        ),
+        # Of earlier runs, and of later ones.
+        (
             "the same, 6 layouts in turn, found by their keys",
             None,
             "5 tensors, 6 layouts in turn",
         ),
-        # Of earlier runs, and of later ones.
         (
             "the same, a plan made",
             "5 tensors, new layout, unpatched",

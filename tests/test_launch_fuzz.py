@@ -19,7 +19,7 @@ import pytest
 import torch
 from launch_fuzz import Difference, Steps, dumps, fails, quick_compiler, session, shrink
 
-from ninetoothed_patches import call_key, plan_cache, triton_abi
+from ninetoothed_patches import call_functions, call_key, plan_cache, triton_abi
 from ntops_ext.torch import _prepared
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "scripts"))
@@ -167,7 +167,7 @@ def test_a_key_without_alignment_is_noticed(monkeypatch):
 
 
 def test_a_key_that_takes_zeros_for_one_is_noticed(monkeypatch):
-    monkeypatch.setattr(plan_cache, "bits", lambda value: value)
+    monkeypatch.setattr(call_functions, "bits", lambda value: value)
     assert fails([scale("0.0"), scale("0.0"), scale("-0.0")])
 
 

@@ -15,7 +15,8 @@ from triton.compiler import CompiledKernel
 
 import ninetoothed_patches
 from ninetoothed_patches import locks, plan_cache, triton_abi
-from ninetoothed_patches.plan_cache import RECENT_PLANS, UNUSED_PLANS
+from ninetoothed_patches.launch_plan import Plan
+from ninetoothed_patches.plan_cache import MAX_SUCCESSORS, UNUSED_PLANS
 
 
 @pytest.fixture
@@ -280,17 +281,73 @@ def test_a_handle_that_dies_takes_its_plans_along(driver):
     assert cache() is None
 
 
+def keys_made(handle, monkeypatch):
+    """A list that grows with each call that no successor of the last plan fits."""
+
+    made = []
+    cache = handle._cache
+    original = cache.call
+
+    def call(*arguments):
+        made.append(arguments[0])
+
+        return original(*arguments)
+
+    monkeypatch.setattr(cache, "call", call)
+
+    return made
+
+
+def test_an_order_that_comes_again_needs_no_keys(driver, monkeypatch):
+    """However many layouts a kernel meets: each call is compared with what came next before."""
+
+    pair = Pair("scale", driver)
+    keys = keys_made(pair.planned, monkeypatch)
+    # One layout twice in a row, and two that other ones follow in their second place.
+    order = [*range(1, 13), 12, 3, 5]
+
+    for lap in range(5):
+        for count in order:
+            pair.call(rows(count), 0.5, rows(count))
+
+        assert lap < 2 or not keys
+        keys.clear()
+
+    assert pair.counts == (5 * len(order) - 12, 12, 0)
+
+
 def test_few_plans_are_compared_before_a_key_is_made(driver):
-    """However many layouts a kernel meets, a call is compared with the last few only."""
+    """However many layouts come after one, a call is compared with few of them."""
 
     handle = ninetoothed_patches.planned(launch_kernels.scale())
 
     for count in (*range(1, 9), *range(1, 9)):
         handle(x := rows(count), 0.5, x)
+        handle(x := rows(100), 0.5, x)
 
-    recent = handle._cache.recent
-    assert len(recent) == RECENT_PLANS
-    assert handle._cache.info().plans == 8
+    assert len(handle._cache.last.successors) == MAX_SUCCESSORS
+    assert handle._cache.info().plans == 9
+
+
+def test_plans_that_are_dropped_keep_no_others(driver):
+    """What was evicted long ago is gone, although each plan was the next of another."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
+    keys = []
+
+    def count_alive():
+        plans = [plan for plan in gc.get_objects() if type(plan) is Plan]
+
+        return sum(plan.key in keys for plan in plans)
+
+    for count in range(1, 40):
+        for _ in range(3):
+            handle(x := rows(count), 0.5, x)
+
+        keys.append(handle._cache.last.key)
+        assert count_alive() <= 4
+
+    assert handle._cache.info().evictions == 37
 
 
 # A finalizer, or a signal handler, in the middle of a change: here it comes at each line of one.
@@ -337,7 +394,11 @@ def check(cache):
     assert {id(plan) for _, plan in cache._queue} == set(map(id, cache._plans.values()))
     assert len(cache._queue) == len(cache._plans)
     assert all(plan.is_kept for plan in cache._plans.values())
-    assert all(cache._plans.get(plan.key) is plan for plan in cache.recent)
+    plans = [cache.last, *cache._plans.values()]
+    successors = [plan for last in plans for plan in last.successors]
+    assert all(
+        (cache._plans.get(plan.key) is plan) == plan.is_kept for plan in successors
+    )
 
 
 @pytest.mark.parametrize("change", ["make", "use", "clear"])
