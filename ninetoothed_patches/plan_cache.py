@@ -499,10 +499,10 @@ class PlanCache:
         if plan.launch is None:
             self._finish(plan)
         else:
-            # It was compared, and its scalars are these: its guard said no. The tensors are of another autograd mode, or
-            # one was passed twice.
+            # It was compared, and its scalars fit: its guard said no. The tensors are of another autograd mode, or one was
+            # passed twice.
             is_refused = plan in last.successors and all(
-                map(operator.is_, scalars, plan.scalars)
+                map(_scalar_fits, scalars, plan.scalars)
             )
 
         fits = None
@@ -554,6 +554,12 @@ class PlanCache:
         # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)
+
+
+def _scalar_fits(scalar, other):
+    """What a handle's entry says of two scalars of one key."""
+
+    return scalar is other or (scalar == other and bool(scalar))
 
 
 def _is_nested():

@@ -316,6 +316,34 @@ def test_an_order_that_comes_again_needs_no_keys(driver, monkeypatch):
     assert pair.counts == (5 * len(order) - 12, 12, 0)
 
 
+@pytest.mark.parametrize("scalar", ["0.5", "0.0", "-0.0", "nan", "7000"])
+def test_another_autograd_mode_needs_a_key_once(driver, monkeypatch, scalar):
+    """Also where each call computes its scalars anew."""
+
+    pair = Pair("scale", driver)
+    keys = keys_made(pair.planned, monkeypatch)
+    s = int if scalar.isdigit() else float
+    constant = s(scalar)
+    x = rows()
+    parameter = rows().requires_grad_()
+
+    for _ in range(3):
+        pair.call(parameter, constant, x)
+
+    keys.clear()
+
+    for _ in range(5):
+        pair.call(x, constant, rows())
+
+    assert len(keys) == 1
+
+    if constant and constant == constant:
+        for _ in range(3):
+            pair.call(parameter, s(scalar), x)
+
+        assert len(keys) == 2
+
+
 def test_few_plans_are_compared_before_a_key_is_made(driver):
     """However many layouts come after one, a call is compared with few of them."""
 
