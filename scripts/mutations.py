@@ -2075,10 +2075,26 @@ _LAUNCHES = (
     Mutation(
         name="gradients-of-the-first-groups-weight",
         file=_CALL_OF_NORM_GRADIENTS,
-        old="    weight = 1.0 if weight is None else weight[columns]\n",
-        new="    weight = 1.0 if weight is None else weight[: layout.group_size]\n",
+        old="        1.0 if weight is None else part.own_columns(weight),\n",
+        new="        1.0 if weight is None else weight[: input.shape[-1]],\n",
         promise="Each group has the weight of its own columns.",
         tests=(_GATED_BACKWARD_KERNEL + "::test_wide_groups",),
+    ),
+    Mutation(
+        name="a-graph-of-the-gradients-without-an-error",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="        if torch.is_grad_enabled():\n",
+        new="        if False:\n",
+        promise="Gradients of gradients are refused, not left out.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_second_derivatives_are_refused",),
+    ),
+    Mutation(
+        name="partial-sums-of-the-first-part",
+        file=_CALL_OF_NORM_GRADIENTS,
+        old="            partials = partials[self.first_block : self.first_block + self.num_blocks]\n",
+        new="            partials = partials[: self.num_blocks]\n",
+        promise="Each launch of a call that is cut has partial sums of its own.",
+        tests=(_GATED_BACKWARD_KERNEL + "::test_a_call_that_is_cut",),
     ),
     Mutation(
         name="gradients-without-padding-by-ones",

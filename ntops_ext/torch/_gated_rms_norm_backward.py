@@ -32,15 +32,20 @@ class GatedRMSNorm(torch.autograd.Function):
     def backward(ctx, grad_output):
         tensors = ctx.saved_tensors
         needs_input_grad = ctx.needs_input_grad[1:5]
-        gradients = _Gradients.apply(
-            grad_output, *tensors, ctx.options, needs_input_grad
-        )
+
+        if torch.is_grad_enabled():
+            # A graph of the gradients is asked for.
+            gradients = _NoGraph.apply(
+                grad_output, *tensors, ctx.options, needs_input_grad
+            )
+        else:
+            gradients = backward(grad_output, *tensors, *ctx.options, needs_input_grad)
 
         return None, *gradients, *(None for _ in ctx.options)
 
 
-class _Gradients(torch.autograd.Function):
-    # Where a graph of the gradients is asked for, this is the node that says there is none.
+class _NoGraph(torch.autograd.Function):
+    """The gradients, and behind them the node that says that they have none."""
 
     @staticmethod
     def forward(ctx, grad_output, input, weight, gate, bias, options, needs_input_grad):
@@ -78,6 +83,17 @@ class _Part:
     columns: slice | None
     first_block: int
     num_blocks: int
+
+    def own_columns(self, tensor):
+        return tensor if self.columns is None else tensor[..., self.columns]
+
+    def own_partials(self, partials):
+        """What of the workspace is this part's: nothing where there is nothing."""
+
+        if len(partials) > self.num_blocks:
+            partials = partials[self.first_block : self.first_block + self.num_blocks]
+
+        return self.own_columns(partials)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -304,7 +320,8 @@ def _of_kernel(row_strides):
 
 
 def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradients):
-    grad_output, input, weight, gate, bias = arguments
+    _, input, _, gate, _ = arguments
+    device = input.device
     kernels = import_kernels()
 
     if not layout.handles:
@@ -312,117 +329,82 @@ def _run_kernels(layout, arguments, norm_before_gate, activation, needs, gradien
         layout.handles[:] = [_make_handles(kernels, layout, arguments)]
 
     ((handles_of_parts, sum_handle, choices),) = layout.handles
-    modes = (
+    options = (
+        1.0 / layout.group_size,
+        layout.eps,
+        layout.weight_offset,
         kernels.gated_rms_norm.activation_code(None if gate is None else activation),
         int(norm_before_gate),
     )
-    num_columns = input.shape[-1]
+    needs_input, needs_weight, needs_gate, needs_bias = needs
+    grad_input, grad_weight, grad_gate, grad_bias = gradients
     # What is not needed is not written, and is of no size.
-    weight_partials, bias_partials = (
+    partials = tuple(
         torch.empty(
-            (layout.num_blocks if is_needed else 0, num_columns),
+            (layout.num_blocks if is_needed else 0, input.shape[-1]),
             dtype=torch.float32,
-            device=input.device,
+            device=device,
         )
-        for is_needed in (needs[1], needs[3])
+        for is_needed in (needs_weight, needs_bias)
     )
 
     for (handle, statistics_handle), part in zip(
         handles_of_parts, layout.parts, strict=True
     ):
-        _run_part(
-            layout,
-            part,
-            handle,
-            statistics_handle,
-            arguments,
-            modes,
-            choices,
-            needs,
-            gradients,
-            weight_partials,
-            bias_partials,
-        )
+        grad_output, rows, *others = _as_the_kernel_takes_them(part, arguments)
+        statistics = (0.0, 0.0)
 
-    for partials, gradient in (
-        (weight_partials, gradients[1]),
-        (bias_partials, gradients[3]),
-    ):
-        if gradient is not None:
-            _partial_sums.add(sum_handle, gradient, partials)
+        if statistics_handle is not None:
+            statistics = tuple(
+                torch.empty((*part.row_shape, 1), dtype=torch.float32, device=device)
+                for _ in range(2)
+            )
+            _launch.launch(
+                statistics_handle,
+                device,
+                grad_output,
+                rows,
+                *others[:2],
+                *statistics,
+                *options,
+            )
 
-
-def _run_part(
-    layout,
-    part,
-    handle,
-    statistics_handle,
-    arguments,
-    modes,
-    choices,
-    needs,
-    gradients,
-    weight_partials,
-    bias_partials,
-):
-    _, input, weight, gate, bias = arguments
-    columns = slice(None) if part.columns is None else part.columns
-    blocks = slice(part.first_block, part.first_block + part.num_blocks)
-    grad_output, input = (
-        view.apply(tensor)
-        for view, tensor in zip(part.views[:2], arguments[:2], strict=True)
-    )
-    # An absent tensor is a number for the kernel (see `premake`).
-    gate = 0.0 if gate is None else part.views[3].apply(gate)
-    weight = 1.0 if weight is None else weight[columns]
-    bias = -0.0 if bias is None else bias[columns]
-    scalars = (1.0 / layout.group_size, layout.eps, layout.weight_offset)
-    scales = mean_products = 0.0
-
-    if statistics_handle is not None:
-        scales, mean_products = (
-            torch.empty((*part.row_shape, 1), dtype=torch.float32, device=input.device)
-            for _ in range(2)
-        )
         _launch.launch(
-            statistics_handle,
-            input.device,
+            handle,
+            device,
             grad_output,
-            input,
-            gate,
-            weight,
-            scales,
-            mean_products,
-            *scalars,
-            *modes,
+            rows,
+            *others,
+            *statistics,
+            rows if grad_input is None else part.views[2].apply(grad_input),
+            rows if grad_gate is None else part.views[2].apply(grad_gate),
+            *(part.own_partials(tensor) for tensor in partials),
+            *options,
+            int(needs_input),
+            int(needs_gate),
+            int(needs_weight),
+            int(needs_bias),
+            int(statistics_handle is not None),
+            *choices,
         )
 
-    grad_input, grad_gate = (
-        input if gradient is None else part.views[2].apply(gradient)
-        for gradient in (gradients[0], gradients[2])
-    )
-    _launch.launch(
-        handle,
-        input.device,
-        grad_output,
-        input,
-        gate,
-        weight,
-        bias,
-        scales,
-        mean_products,
-        grad_input,
-        grad_gate,
-        weight_partials[blocks, columns],
-        bias_partials[blocks, columns],
-        *scalars,
-        *modes,
-        int(needs[0]),
-        int(needs[2]),
-        int(needs[1]),
-        int(needs[3]),
-        int(statistics_handle is not None),
-        *choices,
+    for gradient, tensor in zip((grad_weight, grad_bias), partials, strict=True):
+        if gradient is not None:
+            _partial_sums.add(sum_handle, gradient, tensor)
+
+
+def _as_the_kernel_takes_them(part, arguments):
+    """Of `grad_output`, `input`, `gate`, `weight` and `bias` what is this part's."""
+
+    grad_output, input, weight, gate, bias = arguments
+
+    # An absent tensor is a number for the kernel (see `premake`).
+    return (
+        part.views[0].apply(grad_output),
+        part.views[1].apply(input),
+        0.0 if gate is None else part.views[3].apply(gate),
+        1.0 if weight is None else part.own_columns(weight),
+        -0.0 if bias is None else part.own_columns(bias),
     )
 
 

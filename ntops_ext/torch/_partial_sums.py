@@ -16,9 +16,8 @@ def add(handle, result, partial_sums):
     :param partial_sums: Of shape (rows, columns), float32.
     """
 
-    slabs = partial_sums.split(max(MAX_ELEMENTS // len(result), 1))
-
-    if len(slabs) > 1:
+    if partial_sums.numel() > MAX_ELEMENTS:
+        slabs = partial_sums.split(max(MAX_ELEMENTS // len(result), 1))
         partial_sums = torch.empty(
             (len(slabs), len(result)), dtype=torch.float32, device=result.device
         )
