@@ -400,7 +400,7 @@ _LAUNCH_PLANS = (
         old="                and __plan.is_kept\n",
         new="",
         promise="A plan that was dropped launches nothing, although it is another plan's successor.",
-        tests=(_PLAN_CACHE, _HAZARDS),
+        tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="dropped-plan-keeps-its-successors",
@@ -446,7 +446,7 @@ _LAUNCH_PLANS = (
 """,
         new="",
         promise="`clear_plans` drops all plans.",
-        tests=(_PLAN_CACHE,),
+        tests=(_REPEATER,),
     ),
     Mutation(
         name="forked-child-keeps-plans",

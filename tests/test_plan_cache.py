@@ -357,6 +357,20 @@ def test_few_plans_are_compared_before_a_key_is_made(driver):
     assert handle._cache.info().plans == 9
 
 
+def test_an_evicted_plan_launches_nothing(driver):
+    """Although it came next before: its layout is a miss again, and gets a plan."""
+
+    pair = Pair("scale", driver, max_plans=2)
+
+    for count in (1, 2, 1, 2, 1, 2, 1, 3):
+        pair.call(rows(count), 0.5, rows(count))
+
+    assert pair.info.evictions == 1
+    before = pair.info.misses
+    pair.call(rows(2), 0.5, rows(2))
+    assert pair.info.misses == before + 1
+
+
 def test_plans_that_are_dropped_keep_no_others(driver):
     """What was evicted long ago is gone, although each plan was the next of another."""
 
