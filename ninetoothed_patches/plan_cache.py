@@ -187,9 +187,11 @@ class PlanCache:
 
         launch = self._launch
 
-        @torch.compiler.assume_constant_result
         def count():
             self._count_bypass("tracing")
+
+        # All that `torch.compiler.assume_constant_result` does but import Dynamo, which takes a second or more.
+        count._dynamo_marked_constant = True
 
         def ordinary(*arguments):
             if torch.compiler.is_dynamo_compiling():

@@ -255,6 +255,14 @@ _LAUNCH_PLANS = (
         tests=(_HAZARDS,),
     ),
     Mutation(
+        name="traced-calls-are-not-counted",
+        file=_CACHE,
+        old="        count._dynamo_marked_constant = True\n",
+        new="",
+        promise="A call that Dynamo traces is counted, and traced as the unpatched one is.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
         name="plan-of-a-cleared-tuner",
         file=_CALLS,
         old="""\

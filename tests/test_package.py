@@ -128,6 +128,25 @@ def test_operators_need_neither_ninetoothed_nor_ntops_on_import():
     assert heavy == []
 
 
+def test_no_call_imports_pytorchs_compiler():
+    """Dynamo takes a second or more to import, and no call that is not compiled needs it."""
+
+    compilers = run(
+        "import json, sys; sys.path.insert(0, 'tests')\n"
+        "import torch, ntops_ext.torch\n"
+        "from recording_driver import recording\n"
+        "from ntops_ext.torch import _launch\n"
+        "_launch.runs_kernel = lambda tensor: True\n"
+        "x = torch.ones(2, 64, requires_grad=True)\n"
+        "with recording() as driver:\n"
+        "    ntops_ext.torch.gated_rms_norm(x, gate=x).backward(x)\n"
+        "    assert driver.take()\n"
+        "print(json.dumps(sorted({'torch._dynamo', 'torch._inductor'} & set(sys.modules))))"
+    )
+
+    assert compilers == []
+
+
 @pytest.fixture(params=["absent", "a_file"])
 def unusable_home(request, tmp_path):
     """A home in which no folder can be made, not by the root user either."""
