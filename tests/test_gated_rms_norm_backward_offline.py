@@ -13,9 +13,20 @@ from ntops_ext.torch import _gated_rms_norm_backward, _launch
 
 
 def compile_launches(
-    monkeypatch, *, columns, dtype, norm_before_gate, bias=True, activation="silu"
+    monkeypatch,
+    *,
+    columns,
+    dtype,
+    norm_before_gate,
+    weight=True,
+    bias=True,
+    activation="silu",
+    needs=(True,) * 4,
 ):
-    """The binaries of every launch of a call of these columns, for sm_90."""
+    """The binaries of every launch of a call of these columns, for sm_90.
+
+    :param needs: Whether the gradients of input, weight, gate and bias are needed.
+    """
 
     binaries = []
 
@@ -27,19 +38,19 @@ def compile_launches(
     monkeypatch.setattr(_launch, "launch", launch)
     monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
     input, gate, grad_output = torch.zeros(3, 3, columns, dtype=dtype)
-    weight = torch.zeros(columns, dtype=dtype)
+    parameters = torch.zeros(2, columns, dtype=dtype)
     _gated_rms_norm_backward.backward(
         grad_output,
         input,
-        weight,
+        parameters[0] if weight else None,
         gate,
-        weight.clone() if bias else None,
+        parameters[1] if bias else None,
         1e-5,
         None,
         norm_before_gate,
         activation,
         0.0,
-        (True,) * 4,
+        needs,
     )
 
     return binaries
@@ -72,6 +83,43 @@ def test_every_launch_compiles(monkeypatch, dtype, norm_before_gate, columns):
 
     assert binaries
     assert all(".target sm_90" in binary["ptx"] for binary in binaries)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        (True, False, True, False),
+        (False, False, True, False),
+        (False, True, False, False),
+        (False, False, False, True),
+    ],
+    ids=str,
+)
+def test_some_gradients_compile(monkeypatch, needs):
+    """Those of frozen parameters are left out: a loop of Triton 3.3 has to carry something on."""
+
+    binary, *_ = compile_launches(
+        monkeypatch,
+        columns=64,
+        dtype=torch.bfloat16,
+        norm_before_gate=True,
+        needs=needs,
+    )
+
+    assert ".target sm_90" in binary["ptx"]
+
+
+def test_gradients_without_parameters_compile(monkeypatch):
+    binary, *_ = compile_launches(
+        monkeypatch,
+        columns=64,
+        dtype=torch.float32,
+        norm_before_gate=False,
+        weight=False,
+        bias=False,
+    )
+
+    assert ".target sm_90" in binary["ptx"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

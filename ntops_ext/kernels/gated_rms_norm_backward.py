@@ -268,8 +268,11 @@ def gated_rms_norm_backward_application(
         gates = ()
         sigmoids = ()
         incomings = ()
-        bias_sums_so_far = bias_sums
-        bias_sums = ()
+
+        # Triton 3.3 and 3.4 do not compile a loop that goes from an empty tuple to another.
+        if needs_bias:
+            bias_sums_so_far = bias_sums
+            bias_sums = ()
 
         for piece in ntl.static_range(input.shape[1]):
             input_loaded = input[step, piece]
@@ -350,8 +353,9 @@ def gated_rms_norm_backward_application(
             # sums.
             zero = ntl.cast(scale < 0.0, ntl.int16)
 
-        weight_sums_so_far = weight_sums
-        weight_sums = ()
+        if needs_weight:
+            weight_sums_so_far = weight_sums
+            weight_sums = ()
 
         for last_piece in ntl.static_range(input.shape[1]):
             # What was computed above, once more, but for the sigmoid, which takes longest.
