@@ -190,7 +190,7 @@ class PlanCache:
         def count():
             self._count_bypass("tracing")
 
-        # All that `torch.compiler.assume_constant_result` does but import Dynamo, which takes a second or more.
+        # All that `torch.compiler.assume_constant_result` does but import Dynamo, which a first call would wait for.
         count._dynamo_marked_constant = True
 
         def ordinary(*arguments):

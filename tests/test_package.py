@@ -129,7 +129,7 @@ def test_operators_need_neither_ninetoothed_nor_ntops_on_import():
 
 
 def test_no_call_imports_pytorchs_compiler():
-    """Dynamo takes a second or more to import, and no call that is not compiled needs it."""
+    """Dynamo takes long to import, and no call that is not compiled needs it."""
 
     compilers = run(
         "import json, sys; sys.path.insert(0, 'tests')\n"
