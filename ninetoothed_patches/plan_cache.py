@@ -41,6 +41,8 @@ _NO_KEYWORDS = types.MappingProxyType({})
 class _Start:
     """Stands for the last plan where there is none."""
 
+    is_kept = True
+
     def __init__(self):
         self.successors = ()
 
@@ -522,7 +524,8 @@ class PlanCache:
 
             self.last = plan
 
-            if plan not in last.successors:
+            # Else one that was dropped, and is still the successor of another, would keep this one, and this one the next.
+            if last.is_kept and plan not in last.successors:
                 others = [other for other in last.successors if other.is_kept]
                 last.successors = (plan, *others[: MAX_SUCCESSORS - 1])
 

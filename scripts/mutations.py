@@ -425,6 +425,14 @@ _LAUNCH_PLANS = (
         tests=(_PLAN_CACHE,),
     ),
     Mutation(
+        name="dropped-plan-gets-successors",
+        file=_CACHE,
+        old="            if last.is_kept and plan not in last.successors:\n",
+        new="            if plan not in last.successors:\n",
+        promise="What was evicted long ago is freed, where what was used last was evicted, too.",
+        tests=(_PLAN_CACHE,),
+    ),
+    Mutation(
         name="successors-of-one-plan-for-all",
         file=_CALLS,
         old="    __cache.last = __plan\n",

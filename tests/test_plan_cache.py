@@ -371,25 +371,47 @@ def test_an_evicted_plan_launches_nothing(driver):
     assert pair.info.misses == before + 1
 
 
+def count_alive(keys):
+    """How many plans with one of these keys there are."""
+
+    return sum(plan.key in keys for plan in gc.get_objects() if type(plan) is Plan)
+
+
 def test_plans_that_are_dropped_keep_no_others(driver):
     """What was evicted long ago is gone, although each plan was the next of another."""
 
     handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
     keys = []
 
-    def count_alive():
-        plans = [plan for plan in gc.get_objects() if type(plan) is Plan]
-
-        return sum(plan.key in keys for plan in plans)
-
     for count in range(1, 40):
         for _ in range(3):
             handle(x := rows(count), 0.5, x)
 
         keys.append(handle._cache.last.key)
-        assert count_alive() <= 4
+        assert count_alive(keys) <= 4
 
     assert handle._cache.info().evictions == 37
+
+
+def test_last_plans_that_are_dropped_keep_no_others(driver):
+    """The plan that was used last is the one to go where a repeater uses the others."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
+    x = rows(100)
+    handle(x, 0.5, x)
+    handle(x, 0.5, x)
+    repeat = ninetoothed_patches.repeater(handle, x, 0.5, x)
+    keys = []
+
+    for count in range(1, 40):
+        for _ in range(2):
+            handle(y := rows(count), 0.5, y)
+
+        keys.append(handle._cache.last.key)
+        assert repeat(x.data_ptr(), x.data_ptr())
+        assert count_alive(keys) <= 4
+
+    assert handle._cache.info().evictions == 38
 
 
 # A finalizer, or a signal handler, in the middle of a change: here it comes at each line of one.
