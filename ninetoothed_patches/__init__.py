@@ -35,10 +35,10 @@ def apply(*, max_plans=None):
     Kernels made before stay as they are: they work, the ordinary way. Kernels made from now on execute the source that
     was generated for them, never a file of NineToothed's folder that another process may have half written.
 
-    :param max_plans: How many plans a handle made from now on may hold; the least recently used goes first. By default the
-        environment variable `NINETOOTHED_PATCHES_MAX_PLANS`, or else 1024.
+    :param max_plans: How many plans a handle made from now on may hold; the least recently used goes first. By default
+        what `apply()` was given before, or else the environment variable `NINETOOTHED_PATCHES_MAX_PLANS`, or else 1024.
     :return: Whether the patch is applied now: False if the environment says `NINETOOTHED_PATCHES=0`.
-    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises ValueError: If `max_plans`, or the variable in its place, is not a positive integer.
     :raises UnsupportedVersionError: If this NineToothed or this Triton is not known. Nothing is changed then.
     :raises SourceFolderError: If NineToothed cannot make its folder `~/.ninetoothed`.
     """
@@ -82,10 +82,11 @@ def is_applied():
 def make(arrangement, application, tensors, *, max_plans=None, **options):
     """`ninetoothed.make`, with launch plans and of a checked source, as after `apply()`. Nothing is patched.
 
-    :param max_plans: As for `apply()`.
+    :param max_plans: How many plans the handle may hold. By default the environment variable
+        `NINETOOTHED_PATCHES_MAX_PLANS`, or else 1024, whatever `apply()` was given.
     :param options: The other arguments of `ninetoothed.make`.
     :return: What `ninetoothed.make` returns; exactly that, if the environment says `NINETOOTHED_PATCHES=0`.
-    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises ValueError: If `max_plans`, or the variable in its place, is not a positive integer.
     :raises UnsupportedVersionError: If this NineToothed or this Triton is not known.
     :raises SourceFolderError: If the source cannot be kept in NineToothed's folder.
     """
@@ -107,10 +108,10 @@ def planned(handle, *, max_plans=None):
 
     The result is called exactly as `handle`, which stays as it is.
 
-    :param max_plans: As for `apply()`.
+    :param max_plans: As for `make()`.
     :return: The new handle; `handle` itself if it has plans already, or if the environment says `NINETOOTHED_PATCHES=0`.
     :raises TypeError: If `handle` is no such handle.
-    :raises ValueError: If `max_plans` is not a positive integer.
+    :raises ValueError: If `max_plans`, or the variable in its place, is not a positive integer.
     :raises UnsupportedVersionError: If this NineToothed or this Triton is not known.
     """
 
@@ -147,8 +148,11 @@ def repeater(handle, *arguments):
 def cache_info():
     """What became of all calls of handles with plans that are alive: a `counters.CacheInfo`.
 
-    `hits`, `misses`, `evictions`, `plans` are numbers, `bypasses` maps a reason to a number, and `handles` has the same for
-    each handle, by its kernel's name and a number.
+    `hits`, `misses`, `evictions` and `plans` are numbers, `bypasses` maps a reason to a number, and `handles` has the same
+    for each handle, by its kernel's name and a number. `bound` is that of handles that `apply()` gives plans to.
+
+    :raises ValueError: If there is no such bound, because the environment variable `NINETOOTHED_PATCHES_MAX_PLANS` is not a
+        positive integer.
     """
 
     plan_cache = sys.modules.get(f"{__name__}.plan_cache")
