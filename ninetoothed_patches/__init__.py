@@ -128,10 +128,11 @@ def planned(handle, *, max_plans=None):
 def repeater(handle, *arguments):
     """A function that launches what `handle(*arguments)` launches, with other addresses.
 
-    For callers that know themselves that a call is like an earlier one: they save reading it again. The function takes the address of each tensor of `arguments`, in their order, as an integer. It returns
-    True if it has launched, on the current stream, and False if nothing was launched because the plan of that call does
-    not hold: it was dropped, the alignment of an address differs, another device is current, a launch hook is installed,
-    or Triton's state has changed. Then call the handle. It holds no tensor.
+    For callers that know themselves that a call is like an earlier one: they save reading it again. The function takes
+    the address of each tensor of `arguments`, in their order, as an integer. It returns True if it has launched, on the
+    current stream, and False if nothing was launched because the plan of that call does not hold: it was dropped, the
+    alignment of an address differs, another device is current, a launch hook is installed, or the state of Triton or of
+    the auto-tuner has changed. Then call the handle. The function holds no tensor.
 
     That the tensors behind the addresses have the shapes, strides, dtypes and device of `arguments`, and that the scalars
     are the same, is for the caller to see to: nothing checks it.
@@ -139,7 +140,8 @@ def repeater(handle, *arguments):
     :param handle: A handle with plans.
     :param arguments: A call's arguments, by position.
     :return: The function, or None if there is no plan for such a call yet, or can be none: after the call has been made
-        there may be one.
+        there may be one. There is none where more than type and alignment of a tensor decide which kernel is launched:
+        for AMD, the size of its storage.
     """
 
     return handle.repeater(*arguments) if hasattr(handle, "repeater") else None

@@ -310,6 +310,7 @@ class PlanCache:
             (kinds, layout), addresses = self._read(*arguments)
             driver, device, state, _, _ = self._look()
             kind = self._kinds.get((driver, device, kinds))
+            # Where the backend has a rule for tensors, no key is without its answers, which addresses do not give.
             plan = self._plans.get((kind, state, layout))
         except (AttributeError, RuntimeError, TypeError):
             # No call that can be planned, and so none that has a plan.

@@ -5,8 +5,9 @@ import os
 import launch_kernels
 import pytest
 import torch
+import triton
 from launch_helpers import outcome, rows
-from recording_driver import recording
+from recording_driver import GFX942, recording
 
 import ninetoothed_patches
 from ninetoothed_patches import triton_abi
@@ -189,6 +190,24 @@ def test_there_is_none_without_a_plan(driver, handle):
         (x, 0.5),
     ]:
         assert ninetoothed_patches.repeater(handle, *arguments) is None
+
+
+@pytest.mark.skipif(
+    not hasattr(triton.backends.compiler.BaseBackend, "get_tensor_specialization"),
+    reason="before 3.6 the AMD backend looks at the storage only if asked by an environment variable",
+)
+def test_there_is_none_where_addresses_do_not_tell_enough():
+    """For AMD a storage beyond 2 GiB is another kernel, whatever the address."""
+
+    with recording(GFX942):
+        handle = ninetoothed_patches.planned(launch_kernels.scale())
+        x = rows()
+
+        for _ in range(2):
+            handle(x, 0.5, x)
+
+        assert handle.cache_info().hits == 1
+        assert ninetoothed_patches.repeater(handle, x, 0.5, x) is None
 
 
 def test_there_is_none_for_a_handle_without_plans(driver):
