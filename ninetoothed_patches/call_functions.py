@@ -157,7 +157,7 @@ def call_functions(cache, *, name, reader, kernel, tuner, clock, ordinary, max_u
     :param tuner: The auto-tuner around it, or None.
     :param clock: Counts and stamps launches by a plan.
     :param ordinary: What is called while Dynamo traces, and with too many arguments.
-    :param max_unused: From how many unused plans on a call has to come twice before it gets one.
+    :param max_unused: A call has to come twice before it gets a plan where more than this many are unused.
     """
 
     expressions = triton_abi.expressions()

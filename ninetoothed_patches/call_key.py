@@ -51,10 +51,11 @@ def is_scalar(value):
 class CallReader:
     """How calls of one handle are read.
 
-    `addresses`, `alignments`, `outline`, `kinds` and `layout` are source text in terms of the parameters, for the handle's
-    entry; names of ours in it start with two underscores. The outline is the shapes and scalars alone, for a look that must
-    cost less than a key. The key is two: `kinds`, which decides whether a call can be planned at all (types and devices), and
-    `layout`, in which the outline and the alignments are, as `__outline` and `__alignments`.
+    `alignments`, `outline`, `kinds` and `layout` are source text in terms of the parameters, for the handle's entry, and
+    `addresses` pairs of a name and such text; names of ours in it start with two underscores. The outline is the shapes and
+    scalars alone, for a look that must cost less than a key. A key has two parts: `kinds` (types and devices), which decides
+    whether a call can be planned at all, and `layout`, in which the outline and the alignments are, as `__outline` and
+    `__alignments`.
 
     :param parameters: The launch function's parameters in order: pairs of a name, and whether it is a tensor.
     """

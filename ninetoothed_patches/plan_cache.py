@@ -24,7 +24,7 @@ from ninetoothed_patches.locks import CallLock, is_held_here, is_in_a_call
 # about 0.3 us, a key and its look-up 4.
 MAX_SUCCESSORS = 4
 
-# How many plans in a row may be made and never used. From then on a call has to come twice before it gets one: making
+# How many plans in a row may be made and never used. After one more, a call has to come twice before it gets one: making
 # it costs much of an ordinary call again, and there are workloads in which nothing comes twice.
 UNUSED_PLANS = 16
 
@@ -226,7 +226,7 @@ class PlanCache:
         return self._ordinary(self._launch, arguments, keywords)
 
     def is_new(self, outline):
-        """Whether no call of this outline has come yet. From now on one has."""
+        """Whether no call of this outline has come yet. If so, this one counts as a miss, and from now on one has."""
 
         outline = hash(outline)
 

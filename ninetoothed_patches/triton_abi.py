@@ -3,7 +3,7 @@
 Triton's launch path moved between 3.2 and 3.9: where kernels are stored, what is read on each call, how a launch is
 watched, which arguments the launcher is given. Everything here is chosen once, by looking at what is there rather
 than at a version number; the version is checked as well, because a feature that looks the same in a version nobody
-has tried may not be the same. docs/launch_plans.md has the table.
+has tried may not be the same. docs/results/README.md has the versions that were tried.
 """
 
 import copy

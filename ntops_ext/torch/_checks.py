@@ -21,8 +21,8 @@ FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def check_tensor(name, value):
     """Refuse what is not a tensor whose memory holds its elements.
 
-    :raises TypeError: If `value` is not a tensor, or a sparse one.
-    :raises ValueError: If it is a lazily negated view.
+    :raises TypeError: As `check_kind`.
+    :raises ValueError: As `check_kind`, or if it is a lazily negated view.
     """
 
     check_kind(name, value)
@@ -153,7 +153,10 @@ def check_number(name, value):
 
 
 def check_eps(eps):
-    """:raises TypeError, ValueError: If it is not a finite number that is not negative."""
+    """`eps` as a float.
+
+    :raises TypeError, ValueError: If it is not a finite number that is not negative.
+    """
 
     if type(eps) is float and 0.0 <= eps < math.inf:
         return eps

@@ -86,7 +86,7 @@ class OfLayout:
         """Whether a call that went the whole way is worth a prepared one.
 
         Not the first of its layout, and then ever more rarely: some calls go the whole way although they were prepared
-        for, because their addresses are new.
+        for, because what is written lies otherwise to the other tensors.
         """
 
         self._whole_ways += 1

@@ -257,7 +257,7 @@ layouts = _layouts.Layouts(_NAMES, ("out",), _check_layout)
 
 
 def _check_aliases(input, weight, rope, out):
-    """:raises ValueError: If `out` is not `input` itself and shares memory with it."""
+    """:raises ValueError: If `out` shares memory with an argument, and is not `input` itself."""
 
     for name, tensor in (("input", input), ("weight", weight), ("rope", rope)):
         if _checks.overlap("out", out, name, tensor) and not (

@@ -34,8 +34,9 @@ def gated_rms_norm(
 
     Tensors are float16, bfloat16 or float32, each of its own dtype, on one device, and of
     any strides: no layout is copied, but one in which the columns of a row span more than
-    2**31 elements of memory. Accesses are 16 bytes wide where the last dimension is dense
-    and the other strides are multiples of 16 elements; of rows with one stride, of 16 bytes.
+    2**31 elements of memory. Accesses are 16 bytes wide (8 or 4 in groups of some sizes: see
+    docs/gated_rms_norm.md) where the last dimension is dense, the data is 16-byte aligned and
+    the other strides are multiples of 16 elements; of rows with one stride, of 16 bytes.
 
     A CPU tensor is computed by `ntops_ext.reference.gated_rms_norm`, whose bits may depend
     on the other rows and on strides as PyTorch's sums do; or, if Triton's interpreter is
