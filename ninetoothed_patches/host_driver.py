@@ -161,7 +161,8 @@ def compile_call(handle, *args, target, **kwargs):
     :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
     :raises ValueError: If the target's name is not known.
     :raises OSError: If Triton cannot use its cache.
-    :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on.
+    :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on, or if an argument is of a type
+        that no kernel takes.
     """
 
     if isinstance(target, str):

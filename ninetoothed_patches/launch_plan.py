@@ -83,7 +83,8 @@ class Plan:
 
     :param key: A `Kind`, Triton's state, and the layout of the call.
     :param store: Where Triton keeps the kernels of that device.
-    :param launched: What `Watcher.watch` returned, without tensors.
+    :param launched: What `Watcher.watch` returned, without tensors. Once there is a `launch`, the compiled kernel alone,
+        which it keeps loaded.
     """
 
     __slots__ = (

@@ -47,7 +47,10 @@ def check():
 
 
 def install(max_plans):
-    """Give every handle that NineToothed makes from now on a checked source and launch plans."""
+    """Give every handle that NineToothed makes from now on a checked source and launch plans.
+
+    :param max_plans: A function that says, when a handle is made, how many plans it may hold.
+    """
 
     global _original_call
 

@@ -251,6 +251,9 @@ class PlanCache:
     def call(self, call_key, arguments, addresses, *, has_waited=False):
         """A call that no successor of the last plan fits.
 
+        :param call_key: Its `kinds` and `layout`, as `CallReader` writes them out.
+        :param arguments: The launch function's arguments, by position.
+        :param addresses: Those of the tensors among them.
         :param has_waited: Whether it comes again, after it has waited for another call of this handle.
         """
 

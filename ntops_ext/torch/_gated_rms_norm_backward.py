@@ -71,6 +71,7 @@ class _Part:
     :param views: Of `grad_output`, `input`, a gradient, and `gate`, as the kernels take them.
     :param row_shape: The sizes of the row dimensions.
     :param row_strides: Those that are compiled in, as the kernels' `premake` takes them.
+    :param row_tile: The rows that a program takes at once, along each row dimension.
     :param columns: The slice of the columns; `None` if all.
     :param first_block: The first row of the workspace that is this part's.
     :param num_blocks: How many rows of it are.
@@ -88,7 +89,7 @@ class _Part:
         return tensor if self.columns is None else tensor[..., self.columns]
 
     def own_partials(self, partials):
-        """What of the workspace is this part's: nothing where there is nothing."""
+        """The rows and columns of the workspace that are this part's; none of one without rows."""
 
         if len(partials) > self.num_blocks:
             partials = partials[self.first_block : self.first_block + self.num_blocks]
