@@ -1,6 +1,7 @@
 """How kernels are launched: pure functions of shapes and dtypes.
 
-Nothing here asks for a device, and nothing is tuned when an operator is called.
+Nothing here asks for a device, and nothing is tuned when an operator is called. "The floor", beside which some choices
+were timed, is an element-wise kernel that reads and writes as many bytes.
 """
 
 import dataclasses
@@ -141,7 +142,8 @@ class GatedRMSNormBackwardConfig:
     :param rows_per_step: How many rows of one group a program takes at once.
     :param num_warps: The warps of a program.
     :param max_row_blocks: How many programs share the rows of one group, at most.
-    :param pipeline_stages: Of how many steps the rows are on their way at once.
+    :param pipeline_stages: Triton's `num_stages` of the loop over steps: one step is computed while the rows of
+        the others are loaded.
     :param recomputes: Whether a program, while it adds up the sums of a row, holds only what was
         read and the sigmoid of the gate, and then computes the rest once more.
     :param columns_per_program: How many columns of a group a program takes; `None` if all.
@@ -382,7 +384,8 @@ class QKNormRopeBackwardConfig:
     """How `ntops_ext.kernels.qk_norm_rope_backward` is launched.
 
     A program takes `heads_per_program` heads of `tokens_per_program` tokens, on `num_warps`
-    warps. Both are powers of two. Of `pipeline_stages` tokens the heads are on their way.
+    warps. Both are powers of two. `pipeline_stages` is Triton's `num_stages` of the loop over
+    tokens: one token is computed while the heads of the others are loaded.
     """
 
     tokens_per_program: int

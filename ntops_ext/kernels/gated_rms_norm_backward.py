@@ -536,9 +536,9 @@ def premake(
     `activation`, `norm_before_gate` (0 or 1), which gradients are needed (likewise, four),
     `holds_statistics` (whether `statistics`), `recomputes` (whether what was computed does
     not stay in registers while sums are added up), `num_columns_held` (of a piece) and
-    `pipeline_stages` (of how many steps the tensors are on their way at once). What is
-    absent is a number, as for the forward kernel; a gradient that is not needed is any
-    tensor of its shape, and is not written.
+    `pipeline_stages` (of the loop over steps). What is absent is a number, as for the
+    forward kernel; a gradient that is not needed is any tensor of its shape, and is not
+    written.
 
     :param num_columns: N, the size of the last dimension.
     :param columns_per_program: D, which divides N; or fewer, a power of two, of a single

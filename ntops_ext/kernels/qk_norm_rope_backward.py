@@ -261,7 +261,7 @@ def premake(
 ):
     """The kernel: grad_output, input, weight, rope, grad_input, partial_sums, eps, stages.
 
-    The last is compiled in: of how many tokens the tensors are on their way at once.
+    The last is compiled in: the pipeline stages of the loop over tokens.
     `weight` and `grad_input` are absent without `of_input`, `partial_sums` without
     `of_weight`. `rope` is the real view `(tokens, head_dim)` of the table, `partial_sums`
     `(batch, runs of tokens, blocks of heads, head_dim)`; both are float32.
