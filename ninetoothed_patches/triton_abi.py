@@ -257,9 +257,9 @@ def winner_has_hook(tuner):
 def c_launch(launcher, arguments):
     """What `launcher(*arguments)` hands to the C function below it.
 
-    Triton's launchers are Python objects whose `__call__` adds constants (is the grid cooperative, no scratch memory) and calls
-    `self.launch`. What it adds is found out by asking: a copy of the launcher is called with a `launch` that only notes
-    its arguments. So neither a version's order of arguments nor a vendor's is written down here.
+    Triton's launchers are Python objects whose `__call__` adds constants (is the grid cooperative, no scratch memory)
+    and calls `self.launch`. What it adds is found out by asking: a copy of the launcher is called with a `launch` that
+    only notes its arguments. So neither a version's order of arguments nor a vendor's is written down here.
 
     :param arguments: May be placeholders: a launcher that computes with them cannot be asked.
     :return: The C function and its arguments, or None if the launcher does something on every call (allocates scratch

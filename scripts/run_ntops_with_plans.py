@@ -4,9 +4,9 @@
     python scripts/run_ntops_with_plans.py tests NTOPS_FOLDER [--files FILE...] [--parts N [--only PART...]] [--jobs N]
         [--gpus N] [--timeout SECONDS] [-- PYTEST_ARGUMENT...]
 
-NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs each file of its suite twice, unpatched and patched,
-and compares the outcome of each test. `--parts` deals the tests of a file out to so many processes: a few files tune for many
-minutes.
+NTOPS_FOLDER is a checkout of ntops; it need not be installed. `tests` runs each file of its suite twice, unpatched and
+patched, and compares the outcome of each test. `--parts` deals the tests of a file out to so many processes: a few
+files tune for many minutes.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python scripts/soak.py [--device cuda|cpu] [--calls N] [--slices N] [--quick] [--output FILE.jsonl]
 
-Two handles with launch plans, one of them auto-tuned, the three operators, and, uncounted, `torch.add` take turns. Nine calls in ten have a shape
-of which there are fewer than plans may be held, the tenth has one of more than anything here remembers. A record is one
-slice of the calls: the memory after it, the median host time of a call in it, and what became of the calls so far. The
-exit status is 1 if, in the second half of a million calls or more, the memory of either side grew by more than
-`ALLOWED_GROWTH`. On a CPU launches do nothing: that is a soak of everything above the launch.
+Two handles with launch plans, one of them auto-tuned, the three operators, and, uncounted, `torch.add` take turns. Nine
+calls in ten have a shape of which there are fewer than plans may be held, the tenth has one of more than anything here
+remembers. A record is one slice of the calls: the memory after it, the median host time of a call in it, and what
+became of the calls so far. The exit status is 1 if, in the second half of a million calls or more, the memory of either
+side grew by more than `ALLOWED_GROWTH`. On a CPU launches do nothing: that is a soak of everything above the launch.
 """
 
 import collections

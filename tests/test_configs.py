@@ -13,7 +13,10 @@ NUM_GROUPS = [1, 2, 16, 1023, 1024, 10**6]
 
 @pytest.mark.parametrize("num_groups", NUM_GROUPS)
 def test_no_two_threads_hold_the_same_column(num_groups):
-    """Where there are several warps, each has lanes of its own: 256 or more, 8 a thread; of a piece that is held 4 a thread, and 2 of 7168."""
+    """Where there are several warps, each has lanes of its own: 256 or more, 8 a thread.
+
+    Of a piece that is held 4 a thread, and of 7168 columns 2.
+    """
 
     for group_size in [*GROUP_SIZES, 20000, 65536, 131072]:
         config = configs.gated_rms_norm_config(group_size, num_groups)

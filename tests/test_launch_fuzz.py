@@ -4,8 +4,8 @@
 
     LAUNCH_FUZZ_CALLS=100000 LAUNCH_FUZZ_SEED=0 LAUNCH_FUZZ_OUTPUT=FILE.jsonl python -m pytest -m slow tests/test_launch_fuzz.py
 
-It says what it did, session by session, in the file, if one is named. A failure shows the fewest steps that it could be cut down
-to, for `launch_fuzz_corpus.json`, whose lists of steps are done again by each run of the tests.
+It says what it did, session by session, in the file, if one is named. A failure shows the fewest steps that it could be
+cut down to, for `launch_fuzz_corpus.json`, whose lists of steps are done again by each run of the tests.
 """
 
 import json
