@@ -12,6 +12,7 @@ import functools
 import os
 import re
 
+import torch
 import triton
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
@@ -177,8 +178,6 @@ def current_device_and_stream(driver):
 
     PyTorch's `current_device` initialises CUDA if need be, and then asks; where a plan exists, that is done.
     """
-
-    import torch
 
     current_device = driver.get_current_device
 
