@@ -304,7 +304,7 @@ def gated_rms_norm_application(
         norm_before_gate,
         False,
     )
-    output = result  # noqa: F841
+    output = result
 
 
 def gated_rms_norm_parameters_first_application(
@@ -336,7 +336,7 @@ def gated_rms_norm_parameters_first_application(
         norm_before_gate,
         True,
     )
-    output = result  # noqa: F841
+    output = result
 
 
 def gated_rms_norm_held_pieces_application(

@@ -477,8 +477,8 @@ def gated_rms_norm_statistics_application(
         input.dtype.dtype == ntl.float32,
     )
     mean_product = product_total * scale * inverse_group_size
-    scales = scale  # noqa: F841
-    mean_products = mean_product  # noqa: F841
+    scales = scale
+    mean_products = mean_product
 
 
 def _scalar(name):

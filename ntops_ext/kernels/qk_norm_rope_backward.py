@@ -190,7 +190,7 @@ def qk_norm_rope_backward_of_both(
         grad_input[token] = ntl.cast(across * scale, input.dtype.dtype)
 
     total = _add_heads(sums)
-    partial_sums = total  # noqa: F841
+    partial_sums = total
 
 
 def qk_norm_rope_backward_of_input(
@@ -237,7 +237,7 @@ def qk_norm_rope_backward_of_weight(
         sums = ntl.fma(turned, normalized, sums)
 
     total = _add_heads(sums)
-    partial_sums = total  # noqa: F841
+    partial_sums = total
 
 
 # Which gradients are asked for, of the input and of the weight.

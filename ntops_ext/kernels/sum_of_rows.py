@@ -59,7 +59,7 @@ def sum_of_rows_application(output, rows):
             )
             sums = halves[0] + halves[1]
 
-    output = ntl.cast(ntl.reshape(sums, (sums.shape[1],)), output.dtype)  # noqa: F841
+    output = ntl.cast(ntl.reshape(sums, (sums.shape[1],)), output.dtype)
 
 
 def premake(*, num_columns, rows_per_step, columns_per_program, dtype=None):
