@@ -61,8 +61,8 @@ def gated_rms_norm(
     :raises ValueError: If a shape, device, overlap or value is wrong, or a tensor was made in
         inference mode while gradients are recorded, or, on a CPU, `out` was and is written
         elsewhere.
-    :raises NotImplementedError: If the kernel would run on tensors with tangents (forward
-        mode), or second derivatives are asked for.
+    :raises NotImplementedError: If a kernel would have to carry tangents (forward mode), or
+        to give second derivatives.
 
     Gradients for input, weight, gate and bias are kernels, too: without atomics, in float32,
     rounded once. Those of input and gate depend on their row alone; those of weight and bias
