@@ -180,13 +180,74 @@ class PreparedCalls:
         if fits is None:
             return
 
+        conditions, names = self._likeness(named, tensors, fits)
+        names["__repeat"] = repeat
+        addresses = {name: f"__address_{name}" for name in tensors}
+        reads = [
+            f"{address} = {name}.data_ptr()" for name, address in addresses.items()
+        ]
+        check = allocate = mark = ""
+
+        if checked is not None:
+            lie_alike, numbers = _lie_alike(tensors, addresses, checked.written)
+            names |= numbers
+            names |= {"__found": checked.found, "__remember": checked.remember}
+            check = _CHECK_ADDRESSES.format(
+                addresses=f"({', '.join(addresses.values())},)",
+                verdict=checked.verdict,
+                lie_alike=lie_alike,
+            )
+
+        if allocated is not None:
+            name, tensor = allocated
+            names["__allocate"] = _allocation_like(tensor)
+            allocate = f"{name} = __allocate()"
+            tensors[name] = tensor
+            addresses[name] = f"{name}.data_ptr()"
+
+        counted = [name for name in written if not tensors[name].is_inference()]
+
+        if counted:
+            names["__increment_version"] = torch.autograd.graph.increment_version
+            mark = f"__increment_version(({', '.join(counted)},))"
+
+        launched = [
+            argument
+            for argument in handle_arguments
+            if isinstance(argument, torch.Tensor)
+        ]
+        launched_addresses = [
+            _address_in(tensors[name], addresses[name], tensor)
+            for name, tensor in zip(addressed, launched, strict=True)
+        ]
+        source = _SOURCE.format(
+            parameters=", ".join(self._parameters),
+            conditions="\n        and ".join(conditions),
+            read_addresses="\n    ".join(reads),
+            check_addresses=check,
+            allocate=allocate,
+            launched_addresses=", ".join(launched_addresses),
+            mark_as_written=mark,
+            result=self._result,
+        )
+        exec(_compiled(source), names)
+        prepared.add(names["call"])
+        self.use(names["call"])
+
+    def _likeness(self, named, tensors, fits):
+        """What must be true of a call that is like an earlier one, but for its addresses.
+
+        :param named: The arguments of the earlier call by name.
+        :param tensors: Those of them that are tensors.
+        :param fits: Their `tensor_guard`.
+        :return: Source text of the conditions, in the order to look at them, and what the names in it are.
+        """
+
         names = {
-            "__repeat": repeat,
             "__fits": fits,
             "__type": type,
             "__is_grad_enabled": torch.is_grad_enabled,
             "__forward_ad": forward_ad,
-            "__increment_version": torch.autograd.graph.increment_version,
         }
         conditions = [
             f"{name} is None" for name, argument in named.items() if argument is None
@@ -216,56 +277,8 @@ class PreparedCalls:
 
         # Tangents are carried on a level. A private name for what has no public one.
         conditions.append("__forward_ad._current_level < 0")
-        addresses = {name: f"__address_{name}" for name in tensors}
-        reads = [
-            f"{address} = {name}.data_ptr()" for name, address in addresses.items()
-        ]
-        check = allocate = mark = ""
 
-        if checked is not None:
-            lie_alike, numbers = _lie_alike(tensors, addresses, checked.written)
-            names |= numbers
-            names |= {"__found": checked.found, "__remember": checked.remember}
-            check = _CHECK_ADDRESSES.format(
-                addresses=f"({', '.join(addresses.values())},)",
-                verdict=checked.verdict,
-                lie_alike=lie_alike,
-            )
-
-        if allocated is not None:
-            name, tensor = allocated
-            names["__allocate"] = _allocation_like(tensor)
-            allocate = f"{name} = __allocate()"
-            tensors[name] = tensor
-            addresses[name] = f"{name}.data_ptr()"
-
-        counted = [name for name in written if not tensors[name].is_inference()]
-
-        if counted:
-            mark = f"__increment_version(({', '.join(counted)},))"
-
-        launched = [
-            argument
-            for argument in handle_arguments
-            if isinstance(argument, torch.Tensor)
-        ]
-        launched_addresses = [
-            _address_in(tensors[name], addresses[name], tensor)
-            for name, tensor in zip(addressed, launched, strict=True)
-        ]
-        source = _SOURCE.format(
-            parameters=", ".join(self._parameters),
-            conditions="\n        and ".join(conditions),
-            read_addresses="\n    ".join(reads),
-            check_addresses=check,
-            allocate=allocate,
-            launched_addresses=", ".join(launched_addresses),
-            mark_as_written=mark,
-            result=self._result,
-        )
-        exec(_compiled(source), names)
-        prepared.add(names["call"])
-        self.use(names["call"])
+        return conditions, names
 
 
 def _lie_alike(tensors, addresses, written):
