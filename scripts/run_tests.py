@@ -34,7 +34,10 @@ def main(arguments):
     if all(status == NO_TESTS_COLLECTED for status in statuses):
         return NO_TESTS_COLLECTED
 
-    return max(0 if status == NO_TESTS_COLLECTED else status for status in statuses)
+    # Not the greatest: of a run that a signal ended it is negative.
+    return next(
+        (status for status in statuses if status not in (0, NO_TESTS_COLLECTED)), 0
+    )
 
 
 if __name__ == "__main__":

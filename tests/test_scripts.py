@@ -87,7 +87,7 @@ def test_every_script_is_run_here_or_named(script):
         "plot_results.py": "has a test of its own",
         "run_ntops_with_plans.py": "needs a GPU and a checkout of ntops",
         "run_sanitizer.py": "has a test of its own",
-        "run_tests.py": "runs this",
+        "run_tests.py": "runs this, and has a test of how it ends",
         "stand_in_cuda.py": "has a test of its own",
         "update_readme_results.py": "has a test of its own",
     }
@@ -96,6 +96,33 @@ def test_every_script_is_run_here_or_named(script):
     is_tested = script in BENCHMARKS or f'"{script.removesuffix(".py")}"' in interpreted
 
     assert is_tested != (script in untested)
+
+
+@pytest.mark.parametrize(
+    "statuses, expected",
+    [
+        ((0, 0), 0),
+        ((5, 0), 0),
+        ((0, 5), 0),
+        ((5, 5), 5),
+        ((1, 0), 1),
+        ((5, 1), 1),
+        ((0, -11), -11),
+        ((-9, 5), -9),
+    ],
+    ids=str,
+)
+def test_the_suite_fails_if_one_of_its_runs_does(statuses, expected, monkeypatch):
+    """Also where a signal ended it, whose status is negative; a run without tests is no failure."""
+
+    run_tests = importlib.import_module("run_tests")
+    ended = iter(statuses)
+    monkeypatch.setattr(
+        run_tests.subprocess,
+        "run",
+        lambda *_, **__: subprocess.CompletedProcess((), next(ended)),
+    )
+    assert run_tests.main([]) == expected
 
 
 @pytest.mark.parametrize("what", ["times", "tests"])
