@@ -161,8 +161,8 @@ def compile_call(handle, *args, target, **kwargs):
     :return: Triton's compiled kernel. `.asm["ptx"]` (`.asm["amdgcn"]`) is the assembly, `.metadata` the resources.
     :raises ValueError: If the target's name is not known.
     :raises OSError: If Triton cannot use its cache.
-    :raises TypeError: If the handle is auto-tuned, or was made while the interpreter was on, or if an argument is of a type
-        that no kernel takes.
+    :raises TypeError: If `handle` is something else, is auto-tuned, or was made while the interpreter was on; if an argument
+        is of a type that no kernel takes; or if `target` is of another type.
     """
 
     if isinstance(target, str):
@@ -172,6 +172,16 @@ def compile_call(handle, *args, target, **kwargs):
             )
 
         target = _TARGETS[target]
+
+    if not isinstance(target, GPUTarget):
+        raise TypeError(
+            f"`target` must be a name or a `GPUTarget`, but is a {type(target).__name__}."
+        )
+
+    if not hasattr(handle, "_kernel"):
+        raise TypeError(
+            f"`handle` must be what `ninetoothed.make` returned, but is a {type(handle).__name__}."
+        )
 
     if not isinstance(handle._kernel, triton.runtime.JITFunction):
         raise TypeError(

@@ -184,6 +184,16 @@ def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="`target`.*'sm_1'.*'sm_90'.*GPUTarget"):
         host_driver.compile_call(make(), x, x, target="sm_1")
 
+    with pytest.raises(TypeError, match="`target`.*GPUTarget.*is a int"):
+        host_driver.compile_call(make(), x, x, target=90)
+
+
+def test_what_is_no_handle_is_refused():
+    """By name, before anything is called."""
+
+    with pytest.raises(TypeError, match="`handle`.*ninetoothed.make.*function"):
+        host_driver.compile_call(make, target="sm_90")
+
 
 def test_nothing_is_launched():
     """The tensors keep what they hold."""
