@@ -124,6 +124,9 @@ def gated_rms_norm_backward(
 ):
     """The gradients of `gated_rms_norm` for a gradient of its result.
 
+    docs/gated_rms_norm.md has the formulas. The arguments before `arithmetic_dtype` are those of the call.
+
+    :param grad_output: The gradient of its result, of its shape.
     :param arithmetic_dtype: What everything is computed in; float64 is not rounded.
     :param of_magnitudes: Whether every term stands for its magnitude, and what would be
         subtracted is added: how large the terms of the gradients are, not what they give.
