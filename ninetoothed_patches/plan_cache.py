@@ -502,20 +502,18 @@ class PlanCache:
 
         last = self.last
         scalars = self._reader.scalars_of(arguments)
-        is_refused = True
 
         if plan.launch is None:
             self._finish(plan)
-        else:
-            # It was compared, and its scalars fit: its guard said no. The tensors are of another autograd mode, or one was
-            # passed twice.
-            is_refused = plan in last.successors and all(
-                map(_scalar_fits, scalars, plan.scalars)
-            )
 
+        # Or it was compared, and its scalars fit: its guard said no. The tensors are of another autograd mode, or one was
+        # passed twice.
+        needs_guard = plan.fits is None or (
+            plan in last.successors and all(map(_scalar_fits, scalars, plan.scalars))
+        )
         fits = None
 
-        if is_refused and can_guard:
+        if needs_guard and can_guard:
             fits = tensor_guard(self._reader.tensors_of(arguments))
 
         # What is built of many objects, where the collector mostly comes, is there by now.

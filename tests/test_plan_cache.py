@@ -414,6 +414,26 @@ def test_last_plans_that_are_dropped_keep_no_others(driver):
     assert handle._cache.info().evictions == 38
 
 
+def test_a_plan_that_a_repeater_used_first_needs_a_key_once(driver, monkeypatch):
+    """The handle's own calls are compared with it, too."""
+
+    pair = Pair("scale", driver)
+    keys = keys_made(pair.planned, monkeypatch)
+    pair.call(x := rows(), 0.5, x)
+    repeat = ninetoothed_patches.repeater(pair.planned, x, 0.5, x)
+    assert repeat(x.data_ptr(), x.data_ptr())
+
+    for _ in range(2):
+        pair.call(x, 0.5, x)
+
+    keys.clear()
+
+    for _ in range(5):
+        pair.call(x, 0.5, x)
+
+    assert keys == []
+
+
 # A finalizer, or a signal handler, in the middle of a change: here it comes at each line of one.
 
 
