@@ -1079,8 +1079,8 @@ _ARGUMENTS = (
         name="addresses-are-not-forgotten",
         file="ntops_ext/torch/_layouts.py",
         old="""\
-            for other in self._found:
-                other.clear()
+        for found in self._found:
+            found.clear()
 
 """,
         new="",

@@ -658,6 +658,30 @@ def test_the_number_of_remembered_layouts_bounds_prepared_calls(driver, monkeypa
     assert len(_gated_rms_norm._layouts_of_calls._kept) <= 2
 
 
+def test_addresses_of_layouts_that_were_forgotten_are_bounded(driver, monkeypatch):
+    """A prepared call outlives its layout, and goes on remembering addresses."""
+
+    monkeypatch.setattr(_layouts, "_MAX_REMEMBERED", 3)
+    monkeypatch.setattr(_layouts, "_MAX_ADDRESSES", 16)
+    warm("gated_rms_norm", *norm_out())
+    (layout,) = _gated_rms_norm._layouts_of_calls._kept.values()
+    # All at once, so that no two have one address.
+    calls = [norm_out() for _ in range(60)]
+    met = []
+
+    for index, call in enumerate(calls):
+        assert is_prepared("gated_rms_norm", *call)
+        met.append(len(layout.addresses))
+
+        if index % 12 == 11:
+            for rows in range(4):
+                arguments, keywords = norm_out(rows=10 + 4 * index + rows)
+                ntops_ext.torch.gated_rms_norm(*arguments, **keywords)
+
+    assert layout not in _gated_rms_norm._layouts_of_calls._kept.values()
+    assert 4 < max(met) <= 16
+
+
 class Nothing(TorchDispatchMode):
     """Notes what passes, and does not do it."""
 

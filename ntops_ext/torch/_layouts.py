@@ -86,17 +86,21 @@ class Layouts:
         """
 
         if len(self._found) >= _MAX_ADDRESSES:
-            for other in self._found:
-                other.clear()
-
-            self._found.clear()
+            self._forget_addresses()
 
         self._found.append(found)
         found[addresses] = verdict
 
+    def _forget_addresses(self):
+        for found in self._found:
+            found.clear()
+
+        self._found.clear()
+
     def clear(self):
         self._kept.clear()
-        self._found.clear()
+        # A prepared call outlives its layout, with the addresses that were met.
+        self._forget_addresses()
 
 
 def requires_grad(tensors):
