@@ -829,6 +829,14 @@ _PREPARED_CALLS = tuple(
             tests=(),
         ),
         Mutation(
+            name="prepared-past-inference-mode",
+            file="",
+            old="        if written:\n",
+            new="        if written and allocated is not None:\n",
+            promise="A prepared call counts a version of each tensor that has one.",
+            tests=(),
+        ),
+        Mutation(
             name="prepared-for-unchecked-addresses",
             file="",
             old="        if checked is not None:\n",

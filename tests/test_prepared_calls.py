@@ -553,6 +553,41 @@ def test_written_tensors_count_a_version(driver, monkeypatch, case):
     assert [tensor._version for tensor in written] == [one + 1 for one in before]
 
 
+@pytest.mark.parametrize("case", ["norm, out", "rope, out", "pack"])
+@pytest.mark.parametrize(
+    ("mode", "other_mode"),
+    [
+        (torch.no_grad, torch.inference_mode),
+        (torch.inference_mode, torch.no_grad),
+    ],
+)
+def test_tensors_of_inference_mode_are_told_from_others(driver, case, mode, other_mode):
+    """Also in the other mode, where they look like these: only the others count versions."""
+
+    name, make = CALLS[case]
+
+    with torch.inference_mode():
+        of_inference = make()
+
+    normal = make()
+    first, second = (
+        (of_inference, normal) if mode is torch.no_grad else (normal, of_inference)
+    )
+
+    with mode():
+        warm(name, *first)
+
+    arguments, keywords = second
+    written = arguments[:3] if name == "qk_norm_rope_pack_" else [keywords["out"]]
+    counted = [tensor for tensor in written if not tensor.is_inference()]
+    before = [tensor._version for tensor in counted]
+
+    with other_mode():
+        getattr(ntops_ext.torch, name)(*arguments, **keywords)
+
+    assert [tensor._version for tensor in counted] == [one + 1 for one in before]
+
+
 @pytest.mark.parametrize("case", ["norm", "rope", "pack"])
 def test_a_call_of_several_launches_is_not_prepared(driver, monkeypatch, case):
     """It is cut where offsets are too large; the first of its launches is not the call."""

@@ -182,6 +182,15 @@ class PreparedCalls:
 
         conditions, names = self._likeness(named, tensors, fits)
         names["__repeat"] = repeat
+
+        if written:
+            # In one mode the comparison tells tensors of inference mode, which count no versions, from others. But it
+            # takes one of them, outside of the mode, for one of the others within.
+            names["__is_inference_mode"] = torch.is_inference_mode_enabled
+            conditions.append(
+                f"__is_inference_mode() is {torch.is_inference_mode_enabled()}"
+            )
+
         addresses = {name: f"__address_{name}" for name in tensors}
         reads = [
             f"{address} = {name}.data_ptr()" for name, address in addresses.items()
