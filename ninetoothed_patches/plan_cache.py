@@ -218,6 +218,7 @@ class PlanCache:
         """A call that gets no plan."""
 
         if self._tuner is not None and _is_nested():
+            self._notice_tuner()
             # Of the tuner's state, a call's own and results, it shares only the results: so nobody is waited for.
             launch = self._replace(copy.copy(self._tuner))
 
@@ -336,7 +337,8 @@ class PlanCache:
         return known[1]
 
     def _notice_tuner(self):
-        # No tuning is under way now: somebody has cleared the tuner's cache, or filled it.
+        # Somebody has cleared the tuner's cache, or filled it. Where a nested call looks, it may be a tuning under way: then
+        # plans are dropped that were right.
         if len(self._tuner.cache) != self.tuned:
             self.clear()
             self.tuned = len(self._tuner.cache)

@@ -7,7 +7,7 @@ import weakref
 import launch_kernels
 import pytest
 import torch
-from launch_helpers import Pair, vector
+from launch_helpers import Pair, rows, vector
 from recording_driver import recording
 from threads import in_threads
 
@@ -151,6 +151,30 @@ def test_a_tuner_that_was_cleared_before_a_call_without_a_plan_tunes_again(
 
     pair.call(vector(99), 0.5, vector(99))
     pair.call(x, 0.5, o)
+    assert pair.info.hits == 1
+
+
+def test_a_tuner_that_was_cleared_before_a_nested_call_tunes_again(driver, pair):
+    """LP45: nor does one that comes in the middle of another handle's call."""
+
+    x, o = vector(), vector()
+
+    for _ in range(2):
+        pair.call(x, 0.5, o)
+
+    tuner = tuner_of(pair.planned)
+    tuner.cache.clear()
+
+    def call_once():
+        driver.on_launch = None
+        pair.planned(vector(100), 0.5, vector(100))
+
+    driver.on_launch = call_once
+    ninetoothed_patches.planned(launch_kernels.scale())(x := rows(), 0.5, x)
+    assert len(tuner.cache) == 1
+    assert pair.info.bypasses == {"nested call": 1}
+    tuner_of(pair.twin).cache.clear()
+    pair.call(vector(), 0.5, o)
     assert pair.info.hits == 1
 
 
