@@ -386,7 +386,7 @@ class PlanCache:
             # While this thread waited, another has made a plan, maybe this one.
             return self.call(call_key, arguments, addresses, has_waited=True)
 
-        kinds = self._kinds
+        plans = self._plans
 
         try:
             launched = self._ordinary(self._watcher.watch, arguments)
@@ -403,13 +403,6 @@ class PlanCache:
 
             return
 
-        if self._kinds is not kinds:
-            # A child that was forked within the call ends it: its kernel is the parent's.
-            with _CHANGING:
-                self._misses += 1
-
-            return
-
         kind, state, layout = key
 
         if state[0] is not self._kernel.hash:
@@ -417,7 +410,7 @@ class PlanCache:
             _, _, state, _, _ = self._look()
             key = (kind, state, layout)
 
-        self._keep(Plan(key, store, launched))
+        self._keep(Plan(key, store, launched), plans)
 
     def _unplannable(self, launched, arguments):
         """Why what was launched cannot be planned, or None. Afterwards `launched` holds no tensor of the call."""
@@ -448,14 +441,22 @@ class PlanCache:
 
         return None
 
-    def _keep(self, plan):
+    def _keep(self, plan, plans):
+        """Keep a plan, unless `plans`, those when its call began, have been dropped since."""
+
         # Freed when nothing is held.
         dropped = []
 
         with _CHANGING:
             self._misses += 1
 
-            plans, queue = self._plans, self._queue
+            # At once: a finalizer may drop all plans between two lines.
+            plans_now, queue = self._plans, self._queue
+
+            if plans_now is not plans:
+                # What was dropped may be why: a tuner's choice that somebody replaced. Or this is a child that was forked
+                # within the call, whose kernel is the parent's.
+                return
 
             while len(plans) >= self.bound:
                 if _is_capturing():

@@ -473,11 +473,11 @@ _LAUNCH_PLANS = (
         tests=(_REPEATER, _HAZARDS),
     ),
     Mutation(
-        name="forked-child-keeps-the-parents-call",
+        name="call-within-which-plans-are-dropped-is-kept",
         file=_CACHE,
-        old="        if self._kinds is not kinds:\n",
-        new="        if False:\n",
-        promise="A child that was forked within a call keeps no plan of it.",
+        old="            if plans_now is not plans:\n",
+        new="            if False:\n",
+        promise="No plan is kept of a call within which plans were cleared, or a child was forked.",
         tests=(_HAZARDS,),
     ),
     Mutation(

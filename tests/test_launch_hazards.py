@@ -1107,6 +1107,21 @@ def test_a_forked_child_prepares_its_own_plans(driver, scale):
     assert scale.counts == (3, 1, 0)
 
 
+def test_plans_that_are_cleared_within_a_call_are_gone_after_it():
+    """LP45: what was launched may be what plans were cleared for."""
+
+    with recording(load=ninetoothed_patches.clear_plans):
+        handle = ninetoothed_patches.planned(launch_kernels.scale())
+        plans = []
+
+        for _ in range(3):
+            handle(rows(), 0.5, rows())
+            plans.append(handle.cache_info().plans)
+
+    assert plans == [0, 1, 1]
+    assert handle.cache_info().misses == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_child_forked_within_a_call_keeps_no_plan_of_it():
     """LP40: what the parent began belongs to the parent, also where the child ends it."""
