@@ -478,6 +478,9 @@ class PlanCache:
 
             heapq.heappush(queue, (plan.stamp, plan))
 
+            if self._plans is plans:
+                self.last = plan
+
             if self.unused > UNUSED_PLANS:
                 self._seen.add(self._outline_hash(plan))
 

@@ -475,8 +475,8 @@ _LAUNCH_PLANS = (
     Mutation(
         name="call-within-which-plans-are-dropped-is-kept",
         file=_CACHE,
-        old="            if plans_now is not plans:\n",
-        new="            if False:\n",
+        old="        self._keep(Plan(key, store, launched), plans)\n",
+        new="        self._keep(Plan(key, store, launched), self._plans)\n",
         promise="No plan is kept of a call within which plans were cleared, or a child was forked.",
         tests=(_HAZARDS,),
     ),
