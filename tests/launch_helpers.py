@@ -1,6 +1,7 @@
 """What the tests of launch plans share: a planned handle beside its unpatched twin."""
 
 import contextlib
+import itertools
 
 import launch_kernels
 import torch
@@ -56,6 +57,12 @@ def outcome(driver, handle, *args, **kwargs):
         raised = type(error), str(error)
 
     return driver.take(), raised
+
+
+def each_after_each(values):
+    """An order in which each of some values comes after each of them, itself too: its plan is then compared with the call."""
+
+    return [value for pair in itertools.product(values, repeat=2) for value in pair] * 2
 
 
 def rows(count=8, *, dtype=torch.bfloat16, offset=0, stride=128):

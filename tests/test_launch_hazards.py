@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 import triton
-from launch_helpers import Pair, outcome, rows, vector
+from launch_helpers import Pair, each_after_each, outcome, rows, vector
 from recording_driver import GFX942, SM_80, SM_90, RecordingDriver, active, recording
 from threads import in_threads
 
@@ -202,10 +202,14 @@ def test_true_is_not_one_and_one_is_not_one_point_zero(scale):
     """LP10: three types, three plans; the fourth call is a hit on the first."""
 
     x, o = rows(), rows()
-    functions = [scale.call(x, s, o).function for s in (True, 1, 1.0, True)]
+    scalars = (True, 1, 1.0, True)
+    functions = [scale.call(x, s, o).function for s in scalars]
     assert len(set(functions)) == 3
     assert functions[0] == functions[3]
     assert scale.counts == (1, 3, 0)
+
+    for position in each_after_each(range(3)):
+        assert scale.call(x, scalars[position], o).function == functions[position]
 
 
 def test_the_zeros_are_told_apart(scale):
@@ -213,11 +217,10 @@ def test_the_zeros_are_told_apart(scale):
 
     x, o = rows(), rows()
 
-    for _ in range(3):
-        for s in (0.0, -0.0):
-            assert s.hex() in scale.call(x, s, o).values
+    for s in each_after_each((0.0, -0.0)):
+        assert s.hex() in scale.call(x, s, o).values
 
-    assert scale.counts == (4, 2, 0)
+    assert scale.counts == (14, 2, 0)
 
 
 def test_equal_floats_that_are_other_objects_hit(scale):
@@ -252,11 +255,12 @@ def test_equal_constants_do_what_the_twin_does_in_that_order(driver, values):
     pair = Pair("scale_c", driver)
     x, o = rows(), rows()
 
-    for _ in range(3):
-        for s in values:
-            pair.call(x, s, o)
+    order = [*values, *each_after_each(values)]
 
-    assert pair.counts == (2 * len(values), len(values), 0)
+    for s in order:
+        pair.call(x, s, o)
+
+    assert pair.counts == (len(order) - len(values), len(values), 0)
 
 
 class Precision(enum.IntEnum):
