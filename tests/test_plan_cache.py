@@ -383,14 +383,14 @@ def test_plans_that_are_dropped_keep_no_others(driver):
     handle = ninetoothed_patches.planned(launch_kernels.scale(), max_plans=2)
     keys = []
 
-    for count in range(1, 40):
+    for count in range(1, 16):
         for _ in range(3):
             handle(x := rows(count), 0.5, x)
 
         keys.append(handle._cache.last.key)
         assert count_alive(keys) <= 4
 
-    assert handle._cache.info().evictions == 37
+    assert handle._cache.info().evictions == 13
 
 
 def test_last_plans_that_are_dropped_keep_no_others(driver):
@@ -400,7 +400,7 @@ def test_last_plans_that_are_dropped_keep_no_others(driver):
     keys = []
     first = last = None
 
-    for count in range(1, 40):
+    for count in range(1, 16):
         for _ in range(3):
             if last is not None:
                 handle._cache.last = last
@@ -412,7 +412,7 @@ def test_last_plans_that_are_dropped_keep_no_others(driver):
         keys.append(last.key)
         assert count_alive(keys) <= 4
 
-    assert handle._cache.info().evictions == 38
+    assert handle._cache.info().evictions == 14
 
 
 def test_a_plan_that_a_repeater_used_first_needs_a_key_once(driver, monkeypatch):
