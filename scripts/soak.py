@@ -196,34 +196,38 @@ def soak(callees, device, calls, slices):
     gc.freeze()
     start = time.perf_counter()
 
-    for index in range(slices):
-        target = calls * (index + 1) // slices
-        times = collections.defaultdict(list)
+    try:
+        for index in range(slices):
+            target = calls * (index + 1) // slices
+            times = collections.defaultdict(list)
 
-        while done < target:
-            prepared = []
+            while done < target:
+                prepared = []
 
-            while done < target and len(prepared) < PREPARED_CALLS:
-                prepared.append(next(endless))
-                done += prepared[-1][0][0] != FLOOR
+                while done < target and len(prepared) < PREPARED_CALLS:
+                    prepared.append(next(endless))
+                    done += prepared[-1][0][0] != FLOOR
 
-            run(prepared, times)
+                run(prepared, times)
 
-        if device == "cuda":
-            torch.cuda.synchronize()
+            if device == "cuda":
+                torch.cuda.synchronize()
 
-        yield {
-            "benchmark": "soak",
-            "device": device,
-            "calls": done,
-            "seconds": round(time.perf_counter() - start, 3),
-            "times": {
-                " ".join(kind): round(1e-3 * statistics.median(samples), 3)
-                for kind, samples in times.items()
-            },
-            **memory(device),
-            **counts(),
-        }
+            yield {
+                "benchmark": "soak",
+                "device": device,
+                "calls": done,
+                "seconds": round(time.perf_counter() - start, 3),
+                "times": {
+                    " ".join(kind): round(1e-3 * statistics.median(samples), 3)
+                    for kind, samples in times.items()
+                },
+                **memory(device),
+                **counts(),
+            }
+    finally:
+        # What is frozen is not collected at the end of the interpreter either, and Triton's library says that it leaks.
+        gc.unfreeze()
 
 
 def calls_in_turn(callees, generator):

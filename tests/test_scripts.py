@@ -37,6 +37,8 @@ def run(script, *arguments):
     )
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    # What a library says of objects that outlive the interpreter.
+    assert "leaked" not in finished.stderr, finished.stderr
 
     return finished.stdout
 
