@@ -236,7 +236,6 @@ def no_gradients_into_out():
 
 
 def _prepare(layout, whole_call, handle, launched, result):
-    out = whole_call[-1]
     names = ("input", "gate", "weight", "bias", "out")
     _prepared_calls.prepare(
         layout.prepared,
@@ -248,16 +247,12 @@ def _prepare(layout, whole_call, handle, launched, result):
             for name, argument in zip(names, launched, strict=False)
             if isinstance(argument, torch.Tensor)
         ],
-        checked=None
-        if out is None
-        else _prepared.CheckedAddresses(
-            found=layout.addresses,
-            verdict=True,
-            remember=_layouts_of_calls.remember_addresses,
-            written=("out",),
+        **_prepared.for_result(
+            whole_call[-1],
+            result,
+            layout.addresses,
+            _layouts_of_calls.remember_addresses,
         ),
-        allocated=("out", result) if out is None else None,
-        written=() if out is None else ("out",),
     )
 
 

@@ -72,6 +72,24 @@ class CheckedAddresses:
     written: tuple
 
 
+def for_result(out, result, found, remember):
+    """What `PreparedCalls.prepare` is told of an operator whose one result is `out`, where that is given, or allocated.
+
+    :param out: The argument, or None.
+    :param result: What the operator returned.
+    :param found: As for `CheckedAddresses`; likewise `remember`.
+    """
+
+    if out is None:
+        return {"allocated": ("out", result)}
+
+    checked = CheckedAddresses(
+        found=found, verdict=True, remember=remember, written=("out",)
+    )
+
+    return {"checked": checked, "written": ("out",)}
+
+
 class OfLayout:
     """The prepared calls for one layout of an operator's tensors."""
 

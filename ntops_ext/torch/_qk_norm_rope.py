@@ -197,23 +197,15 @@ def _compute(layout, input, weight, rope, eps, out, whole_call=None):
 
 
 def _prepare(layout, whole_call, handle, launched):
-    out = whole_call[-1]
     _prepared_calls.prepare(
         layout.prepared,
         whole_call,
         handle,
         launched,
         addressed=("input", "out", "weight", "rope"),
-        checked=None
-        if out is None
-        else _prepared.CheckedAddresses(
-            found=layout.addresses,
-            verdict=True,
-            remember=layouts.remember_addresses,
-            written=("out",),
+        **_prepared.for_result(
+            whole_call[-1], launched[1], layout.addresses, layouts.remember_addresses
         ),
-        allocated=("out", launched[1]) if out is None else None,
-        written=() if out is None else ("out",),
     )
 
 
