@@ -60,7 +60,7 @@ def test_launch_choices_change_no_bit(
     monkeypatch.setattr(
         configs,
         "gated_rms_norm_config",
-        lambda *sizes: configs.GatedRMSNormConfig(**choices),
+        lambda *_, **__: configs.GatedRMSNormConfig(**choices),
     )
     choose_anew()
 
@@ -89,17 +89,97 @@ def test_groups_that_are_held_in_pieces(device, mode):
 def test_the_number_of_groups_changes_no_bit(
     device, group_size, monkeypatch, choose_anew
 ):
-    """Case N1: calls of few and of many groups are launched differently."""
+    """Case N1: calls of many, of few and of very few groups are launched differently."""
 
     call = make_call(2, group_size, dtype=torch.float32, bias=True, device=device)
     results = []
 
-    for few_groups in (0, 1024):
+    for few_groups, shared_columns in ((0, 0), (1024, 0), (1024, 2**18)):
         monkeypatch.setattr(configs, "_FEW_GROUPS", few_groups)
+        monkeypatch.setattr(configs, "_MAX_SHARED_COLUMNS", shared_columns)
         choose_anew()
         results.append(call.run())
 
-    assert_equal_bits(*results)
+    for result in results[1:]:
+        assert_equal_bits(result, results[0])
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, mode",
+    [
+        ((2, 2048), "bf16", "plain"),
+        ((2, 2048), "fp32", "norm_first-sigmoid"),
+        ((1, 1536), "fp32", "plain"),
+        ((2, 1536), "bf16", "norm_first-silu"),
+    ],
+)
+def test_a_row_that_programs_share(
+    device, shape, dtype, mode, monkeypatch, choose_anew
+):
+    """Each writes its own columns, with the sum of all; into the row itself one program writes it."""
+
+    call = make_call(*shape, mode=mode, dtype=DTYPES[dtype], bias=True, device=device)
+
+    assert configs.gated_rms_norm_config(
+        shape[-1], shape[0], may_share=True
+    ).columns_per_share
+
+    shared = call.run()
+    out = call.run(out=torch.empty_like(shared))
+    in_place = call.with_tensors(input=call.tensors["input"].clone())
+    call.check(shared)
+
+    for result in (out, in_place.run(out=in_place.tensors["input"])):
+        assert_equal_bits(result, shared)
+
+    monkeypatch.setattr(configs, "_MAX_SHARED_COLUMNS", 0)
+    choose_anew()
+
+    assert_equal_bits(call.run(), shared)
+
+
+@pytest.mark.parametrize(
+    "mode, columns, group_size",
+    [("gate_first-silu", 2048, None), ("plain", 4096, 2048)],
+)
+def test_rows_that_programs_do_not_share(device, mode, columns, group_size):
+    """Where the gate enters the sum, or a row is several groups."""
+
+    call = make_call(1, columns, mode=mode, group_size=group_size, device=device)
+    call.check(call.run())
+
+
+@pytest.mark.parametrize("layout", ["every_second_row", "rows_reversed", "even_stride"])
+def test_shared_rows_of_any_layout(device, layout):
+    """Rows of several dimensions; rows whose stride is compiled in."""
+
+    call = make_call(2, 2, 1536, dtype=torch.bfloat16, device=device)
+    dense = call.run()
+
+    if layout == "even_stride":
+        buffers = {
+            name: torch.zeros(4, stride, dtype=torch.bfloat16, device=device)
+            for name, stride in (("input", 1538), ("gate", 1546), ("out", 1554))
+        }
+        views = {name: buffer[:, :1536] for name, buffer in buffers.items()}
+
+        for name in ("input", "gate"):
+            views[name].copy_(call.tensors[name].view(4, 1536))
+
+        dense = dense.view(4, 1536)
+    else:
+        views = {
+            name: lay_out(tensor, layout)[0]
+            for name, tensor in (
+                *call.tensors.items(),
+                ("out", torch.zeros_like(dense)),
+            )
+            if name != "weight"
+        }
+
+    out = views.pop("out")
+
+    assert_equal_bits(call.with_tensors(**views).run(out=out), dense)
 
 
 # Offsets past 2^31. `huge` is a fixture of the importing module: a float16 vector of zeros

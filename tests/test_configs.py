@@ -45,6 +45,41 @@ def test_the_order_of_additions_depends_on_the_group_size_alone():
         assert len(pieces) == 1, group_size
 
 
+@pytest.mark.parametrize("num_groups", NUM_GROUPS)
+def test_programs_that_share_a_group_add_up_what_one_would(num_groups):
+    """The same pieces; each has columns of its own, 128 a warp."""
+
+    for group_size in GROUP_SIZES:
+        shared = configs.gated_rms_norm_config(group_size, num_groups, may_share=True)
+        alone = configs.gated_rms_norm_config(group_size, num_groups)
+        share = shared.columns_per_share
+
+        if share is None:
+            assert shared == alone
+
+            continue
+
+        assert share == configs.next_power_of_2(share) == 128 * shared.num_warps
+        assert share < group_size and group_size % share == 0
+        assert shared.rows_per_program == 1
+        assert shared.columns_per_piece == alone.columns_per_piece
+        # Nothing is padded.
+        assert alone.holds_pieces or group_size == configs.next_power_of_2(group_size)
+
+
+def test_few_rows_are_shared_by_a_few_hundred_programs():
+    """One or many rows of 4096 columns; none where nobody may share."""
+
+    def share(num_groups, **options):
+        return configs.gated_rms_norm_config(
+            4096, num_groups, **options
+        ).columns_per_share
+
+    assert share(1, may_share=True) == share(64, may_share=True) == 1024
+    assert share(65, may_share=True) is None
+    assert share(1) is None
+
+
 @pytest.mark.parametrize(
     "group_size", [16385, 20000, 20480, 28672, 49152, 65536, 98304, 3 * 2**21]
 )
@@ -117,15 +152,18 @@ def test_every_choice_is_a_power_of_two():
 
 
 def test_new_numbers_of_rows_make_few_kernels():
-    """Case P2: from 1 row to any number, a width has at most two configurations."""
+    """Case P2: from 1 row to any number, a width has at most two configurations, and one of shared rows."""
 
     for group_size in GROUP_SIZES:
-        found = {
-            configs.gated_rms_norm_config(group_size, num_groups)
-            for num_groups in (1, 2, 63, 64, 1000, 1023, 1024, 1025, 4096, 10**6)
-        }
+        for may_share in (False, True):
+            found = {
+                configs.gated_rms_norm_config(
+                    group_size, num_groups, may_share=may_share
+                )
+                for num_groups in (1, 2, 63, 64, 1000, 1023, 1024, 1025, 4096, 10**6)
+            }
 
-        assert len(found) <= 2, group_size
+            assert len(found) <= 2 + may_share, group_size
 
 
 @pytest.mark.parametrize("rows_per_program", [1, 2, 8, 32, 1024])

@@ -194,6 +194,26 @@ def test_warps_exchange_their_sums_once(monkeypatch, width):
     assert ptx.count("bar.sync") == 1
 
 
+@pytest.mark.parametrize(
+    "width, accesses",
+    [
+        (4096, {"ld.v4.b32": 2, "ld.v2.b32": 3, "st.v2.b32": 1}),
+        (1536, {"ld.v2.b32": 3 + 3, "st.v2.b32": 1}),
+        (5120, {"ld.v2.b32": 5 + 3, "st.v2.b32": 1}),
+    ],
+)
+def test_accesses_of_a_row_that_programs_share(monkeypatch, width, accesses):
+    """A thread reads the whole row, or its pieces, and input, gate and weight of its own 4 columns."""
+
+    call = make_call(1, width, dtype=torch.bfloat16)
+    ptx = compile_call(monkeypatch, call, "sm_90").asm["ptx"]
+
+    assert configs.gated_rms_norm_config(width, 1, may_share=True).columns_per_share
+    assert global_accesses(ptx) == accesses
+    assert ptx.count("bar.sync") == 1
+    assert ".local" not in ptx
+
+
 @pytest.mark.parametrize("width", [512, 640])
 def test_a_row_of_one_warp_needs_no_barrier(monkeypatch, width):
     """The sum stays in the warp."""

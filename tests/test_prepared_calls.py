@@ -210,6 +210,12 @@ CALLS = {
     "norm, slices of 648 columns": ("gated_rms_norm", lambda: norm_of_slices(648)),
     "norm, 120 columns": ("gated_rms_norm", lambda: norm_out(columns=120)),
     "norm, no gate": ("gated_rms_norm", lambda: norm_arguments(gate=False)),
+    # Programs share a row, but where it is overwritten.
+    "norm, 2048 columns": ("gated_rms_norm", lambda: norm_arguments(columns=2048)),
+    "norm, 2048 columns, in place": (
+        "gated_rms_norm",
+        lambda: norm_in_place(columns=2048),
+    ),
     "norm, bias": (
         "gated_rms_norm",
         lambda: norm_arguments(bias=torch.zeros(128), norm_before_gate=False),
@@ -244,6 +250,19 @@ def test_prepared_calls_launch_the_same(driver, monkeypatch, case):
 
         assert is_prepared(name, *first)
         assert is_prepared(name, *second)
+
+
+def test_programs_share_no_row_that_is_overwritten(driver):
+    """Of one layout, whichever was called before: two programs a row elsewhere, one in place."""
+
+    first, second = torch.zeros(2, 3, 2048, dtype=torch.bfloat16)
+
+    for out, programs in [(second, 6), (first, 3), (None, 6)] * 4:
+        driver.clear()
+        ntops_ext.torch.gated_rms_norm(first, out=out)
+        (record,) = driver.take()
+
+        assert record.grid[0] == programs
 
 
 def test_calls_in_random_order_launch_the_same(driver, monkeypatch):

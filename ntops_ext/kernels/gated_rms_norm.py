@@ -49,27 +49,28 @@ def tile_rows(tensor, row_tile, num_columns, row_strides):
     )
 
 
-def arrangement(*tensors, row_tile, group_size, columns_per_piece, row_strides):
+def arrangement(*tensors, row_tile, group_size, row_strides, columns_per_piece=None):
     """One program takes one group of a block of rows.
 
     It sees of a tensor a tile of (rows, columns), of a parameter one of (columns,); where
-    a group is read piece by piece, lists of such tiles.
+    a group is read in pieces, lists of such tiles.
 
     :param tensors: `input`, then tensors of its shape `(*rows, N)`, parameters of shape
         `(N,)`, and scalars, in any order.
     :param row_tile: The rows of a program along each of the row dimensions.
     :param group_size: D.
-    :param columns_per_piece: D, or less where a group is read piece by piece.
     :param row_strides: As for `tile_rows`.
+    :param columns_per_piece: The columns of a piece; `None` if a group is read at once.
     """
 
     row_grid = tile_rows(tensors[0], row_tile, group_size, row_strides).shape[:-1]
     num_row_dims = len(row_tile)
+    is_in_pieces = columns_per_piece is not None
 
     def arrange_rows(tensor):
         arranged = tile_rows(tensor, row_tile, group_size, row_strides)
 
-        if columns_per_piece < group_size:
+        if is_in_pieces:
             pieces = arranged.dtype.tile((*row_tile, columns_per_piece))
 
             for _ in row_tile:
@@ -78,7 +79,7 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece, row_strides):
             arranged.dtype = pieces
 
         if num_row_dims > 1:
-            parent = arranged.dtype if columns_per_piece < group_size else arranged
+            parent = arranged.dtype if is_in_pieces else arranged
             parent.dtype = parent.dtype.flatten(0, num_row_dims)
 
         return arranged
@@ -91,7 +92,7 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece, row_strides):
 
         arranged = arranged.expand((*row_grid, -1))
 
-        if columns_per_piece < group_size:
+        if is_in_pieces:
             arranged.dtype = arranged.dtype.tile((columns_per_piece,))
 
         return arranged
@@ -103,6 +104,45 @@ def arrangement(*tensors, row_tile, group_size, columns_per_piece, row_strides):
         return arrange_parameter(tensor) if tensor.ndim == 1 else arrange_rows(tensor)
 
     return tuple(arrange(tensor) for tensor in tensors)
+
+
+def shared_arrangement(
+    whole_input,
+    *tensors,
+    row_tile,
+    group_size,
+    row_strides,
+    columns_per_piece,
+    columns_per_share,
+):
+    """Some programs share a row that is one group: each takes its own columns, and for the sum all.
+
+    It sees of `whole_input` the list of all pieces, of the others what `arrangement` shows of a
+    group.
+
+    :param whole_input: `input` once more.
+    :param tensors: As `arrangement` takes them; likewise the other parameters.
+    :param columns_per_share: How many columns are a program's own: a power of two that divides D.
+    """
+
+    (pieces,) = arrangement(
+        whole_input,
+        row_tile=row_tile,
+        group_size=group_size,
+        row_strides=row_strides,
+        columns_per_piece=columns_per_piece,
+    )
+    num_shares = group_size // columns_per_share
+
+    return (
+        pieces.expand((*(-1 for _ in row_tile), num_shares)),
+        *arrangement(
+            *tensors,
+            row_tile=row_tile,
+            group_size=columns_per_share,
+            row_strides=row_strides,
+        ),
+    )
 
 
 def _one_plus_exp(exponent):
@@ -410,6 +450,53 @@ def gated_rms_norm_held_pieces_application(
         output[stored_piece] = piece_result
 
 
+def gated_rms_norm_shared_application(
+    whole_input,
+    input,
+    gate,
+    weight,
+    bias,
+    output,
+    inverse_group_size,
+    eps,
+    weight_offset,
+    activation,
+    norm_before_gate,
+):
+    """The columns of a group are shared out among programs, each of which adds up all squares.
+
+    For that it needs `input` alone, because there is no gate, or the norm comes first; and so
+    `output` must lie elsewhere, for others still read what a program would overwrite.
+    """
+    squares_of_all = ntl.zeros(whole_input.dtype.shape, ntl.float32)
+
+    for piece_of_all in ntl.static_range(whole_input.shape[0]):
+        value_of_all = ntl.cast(whole_input[piece_of_all], ntl.float32)
+        squares_of_all = ntl.fma(value_of_all, value_of_all, squares_of_all)
+
+    own_value = ntl.cast(input, ntl.float32)
+    own_weight = weight_offset + ntl.cast(weight, ntl.float32)
+    own_bias = ntl.cast(bias, ntl.float32)
+
+    if activation != 0:
+        own_gating = _gating(
+            ntl.cast(gate, ntl.float32), activation, output.dtype == ntl.float32
+        )
+
+    total_of_all = _sum_of_columns(squares_of_all, whole_input.shape[0] > 1)
+    scale_of_all = _inverse_root(
+        ntl.fma(total_of_all, inverse_group_size, eps), output.dtype == ntl.float32
+    )
+    own_result = ntl.fma(own_value * scale_of_all, own_weight, own_bias)
+
+    if activation != 0:
+        own_result = _apply_gating(
+            own_result, own_gating, activation, output.dtype == ntl.float32
+        )
+
+    output = own_result
+
+
 def gated_rms_norm_by_pieces_application(
     input,
     gate,
@@ -480,6 +567,7 @@ def premake(
     row_strides=(),
     columns_per_piece=None,
     holds_pieces=False,
+    columns_per_share=None,
     parameters_first=True,
     gate=True,
     weight=True,
@@ -497,7 +585,8 @@ def premake(
     The handle takes `input`, `gate`, `weight`, `bias`, `output`, then the scalars
     `inverse_group_size` (1 / D), `eps`, `weight_offset`, `activation` and
     `norm_before_gate` (0 or 1). What is absent is a number: any for a gate, 1.0 for a
-    weight (and 0.0 for its offset), -0.0 for a bias.
+    weight (and 0.0 for its offset), -0.0 for a bias. Where programs share a group, `input`
+    comes twice in front.
 
     :param num_columns: N, the size of the last dimension.
     :param group_size: D, which divides N.
@@ -506,6 +595,9 @@ def premake(
         that is compiled in (see `tile_rows`), for tensors of one row dimension.
     :param columns_per_piece: A power of two, if a group is read piece by piece.
     :param holds_pieces: Whether the pieces, which then divide D, are held and read once.
+    :param columns_per_share: If several programs share a group, how many columns each writes: a
+        power of two that divides D. Then D is N and a power of two or a multiple of the piece, the
+        norm comes first or there is no gate, `output` is not `input`, and a program takes one row.
     :param parameters_first: Whether weight and bias are read before the sum.
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
     :param activation: `NO_GATE`, `SILU` or `SIGMOID`, for ahead-of-time compilation, which
@@ -527,7 +619,9 @@ def premake(
     def choice(name, value):
         return Tensor(0, constexpr=True, value=value, name=name)
 
+    is_shared = columns_per_share is not None
     tensors = (
+        *((rows("whole_input", input_dtype),) if is_shared else ()),
         # Lanes behind the last column are added with the others: they must hold 0, and,
         # where the gate comes first, so must the gate's.
         rows("input", input_dtype, other=0),
@@ -542,13 +636,30 @@ def premake(
         choice("norm_before_gate", norm_before_gate),
     )
 
+    choices = {
+        "row_tile": tuple(row_tile),
+        "group_size": group_size,
+        "row_strides": dict(row_strides),
+    }
+
+    if is_shared:
+        if "input" in choices["row_strides"]:
+            choices["row_strides"]["whole_input"] = choices["row_strides"]["input"]
+
+        shared_arrangement_ = functools.partial(
+            shared_arrangement,
+            columns_per_piece=columns_per_piece or group_size,
+            columns_per_share=columns_per_share,
+            **choices,
+        )
+
+        return shared_arrangement_, gated_rms_norm_shared_application, tensors
+
     is_by_pieces = columns_per_piece is not None and columns_per_piece < group_size
     arrangement_ = functools.partial(
         arrangement,
-        row_tile=tuple(row_tile),
-        group_size=group_size,
-        columns_per_piece=columns_per_piece if is_by_pieces else group_size,
-        row_strides=dict(row_strides),
+        columns_per_piece=columns_per_piece if is_by_pieces else None,
+        **choices,
     )
 
     if is_by_pieces and holds_pieces:

@@ -18,6 +18,7 @@ from ntops_ext.torch import (
 )
 
 _NAMES = ("input", "weight", "gate", "bias", "out")
+_NAMES_IN_ORDER_OF_KERNEL = ("input", "gate", "weight", "bias", "out")
 
 # PyTorch's operators take tensors of 64 dimensions, and groups of columns are one more.
 _MAX_DIMENSIONS = 63
@@ -72,10 +73,12 @@ class _Layout:
     unaddressable: tuple
     # The launches; empty if there is nothing to compute.
     parts: list
-    # The addresses with which `out` was checked for overlap.
+    # Whether several programs may share a row, unless `out` is `input`.
+    may_share: bool
+    # The addresses with which `out` was checked for overlap, and whether programs may share a row.
     addresses: dict = dataclasses.field(default_factory=dict)
-    # The handle of each launch, once it was made.
-    handles: list = dataclasses.field(default_factory=list)
+    # By whether they may: the handle of each launch, and whether they do.
+    handles: dict = dataclasses.field(default_factory=dict)
     prepared: _prepared.OfLayout = dataclasses.field(default_factory=_prepared.OfLayout)
 
 
@@ -134,6 +137,7 @@ def compute(
             if tensor is not None:
                 _checks.check_tensor(name, tensor)
 
+    may_share = layout.may_share
     is_differentiated = _layouts.requires_grad(tensors)
 
     if is_differentiated:
@@ -144,10 +148,11 @@ def compute(
             raise no_gradients_into_out()
 
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+        may_share = may_share and out.data_ptr() != input.data_ptr()
 
         if addresses not in layout.addresses:
             _check_overlap(input, weight, gate, bias, out)
-            _layouts_of_calls.remember_addresses(layout.addresses, addresses, True)
+            _layouts_of_calls.remember_addresses(layout.addresses, addresses, may_share)
 
     if not _launch.runs_kernel(input):
         if out is not None:
@@ -211,17 +216,22 @@ def compute(
 
     if layout.parts and not result.is_meta:
         launches = _launches(
-            layout, input, weight, gate, bias, norm_before_gate, activation, result
+            layout,
+            may_share,
+            *(input, weight, gate, bias),
+            norm_before_gate,
+            activation,
+            result,
         )
 
-        for handle, launched in launches:
+        for handle, launched, _ in launches:
             _launch.launch(handle, input.device, *launched)
 
         if out is not None:
             _layouts.mark_as_written(out)
 
         if len(launches) == 1:
-            _prepare(layout, whole_call, *launches[0], result)
+            _prepare(layout, may_share, whole_call, *launches[0], result)
 
     return result
 
@@ -235,8 +245,7 @@ def no_gradients_into_out():
     )
 
 
-def _prepare(layout, whole_call, handle, launched, result):
-    names = ("input", "gate", "weight", "bias", "out")
+def _prepare(layout, may_share, whole_call, handle, launched, names, result):
     _prepared_calls.prepare(
         layout.prepared,
         whole_call,
@@ -251,6 +260,7 @@ def _prepare(layout, whole_call, handle, launched, result):
             whole_call[-1],
             result,
             layout.addresses,
+            may_share,
             _layouts_of_calls.remember_addresses,
         ),
     )
@@ -312,6 +322,7 @@ def _check_layout(
         weight_offset=weight_offset,
         unaddressable=unaddressable,
         parts=parts,
+        may_share=group_size == input.shape[-1] and (gate is None or norm_before_gate),
     )
 
 
@@ -460,15 +471,17 @@ def _check_overlap(input, weight, gate, bias, out):
             raise ValueError(f"`out` must not share memory with `{name}`.")
 
 
-def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, out):
-    """Pairs of a handle and the arguments to call it with."""
+def _launches(
+    layout, may_share, input, weight, gate, bias, norm_before_gate, activation, out
+):
+    """Of each a handle, the arguments to call it with, and the names of those that may be tensors."""
 
     kernel = import_kernels().gated_rms_norm
 
-    if not layout.handles:
+    if may_share not in layout.handles:
         # At once: another thread may be here, too.
-        layout.handles[:] = [
-            _make_handle(kernel, layout.group_size, part, weight, gate, bias)
+        layout.handles[may_share] = [
+            _make_handle(kernel, layout.group_size, part, weight, gate, bias, may_share)
             for part in layout.parts
         ]
 
@@ -477,6 +490,7 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
             handle,
             # An absent tensor is a number for the kernel (see `premake`).
             (
+                *((part.views[0].apply(input),) if is_shared else ()),
                 part.views[0].apply(input),
                 0.0 if gate is None else part.views[2].apply(gate),
                 1.0 if weight is None else weight,
@@ -488,18 +502,24 @@ def _launches(layout, input, weight, gate, bias, norm_before_gate, activation, o
                 kernel.activation_code(None if gate is None else activation),
                 int(norm_before_gate),
             ),
+            (*(("input",) if is_shared else ()), *_NAMES_IN_ORDER_OF_KERNEL),
         )
-        for handle, part in zip(layout.handles, layout.parts, strict=True)
+        for (handle, is_shared), part in zip(
+            layout.handles[may_share], layout.parts, strict=True
+        )
     ]
 
 
-def _make_handle(kernel, group_size, part, weight, gate, bias):
+def _make_handle(kernel, group_size, part, weight, gate, bias, may_share):
     *row_sizes, num_columns = part.shape
     config = configs.gated_rms_norm_config(
-        group_size, math.prod(part.shape) // group_size, len(row_sizes)
+        group_size,
+        math.prod(part.shape) // group_size,
+        len(row_sizes),
+        may_share=may_share,
     )
 
-    return make_handle(
+    handle = make_handle(
         kernel.premake,
         num_warps=config.num_warps,
         num_columns=num_columns,
@@ -508,8 +528,11 @@ def _make_handle(kernel, group_size, part, weight, gate, bias):
         row_strides=part.row_strides,
         columns_per_piece=config.columns_per_piece,
         holds_pieces=config.holds_pieces,
+        columns_per_share=config.columns_per_share,
         parameters_first=config.parameters_first,
         gate=gate is not None,
         weight=weight is not None,
         bias=bias is not None,
     )
+
+    return handle, config.columns_per_share is not None

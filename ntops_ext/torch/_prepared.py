@@ -72,19 +72,19 @@ class CheckedAddresses:
     written: tuple
 
 
-def for_result(out, result, found, remember):
+def for_result(out, result, found, verdict, remember):
     """What `PreparedCalls.prepare` is told of an operator whose one result is `out`, where that is given, or allocated.
 
     :param out: The argument, or None.
     :param result: What the operator returned.
-    :param found: As for `CheckedAddresses`; likewise `remember`.
+    :param found: As for `CheckedAddresses`; likewise `verdict` and `remember`.
     """
 
     if out is None:
         return {"allocated": ("out", result)}
 
     checked = CheckedAddresses(
-        found=found, verdict=True, remember=remember, written=("out",)
+        found=found, verdict=verdict, remember=remember, written=("out",)
     )
 
     return {"checked": checked, "written": ("out",)}
