@@ -3,7 +3,8 @@
     python scripts/sweep_gated_rms_norm.py [--device cuda|cpu] [--quick] [--group-sizes D...]
         --output FILE.jsonl
 
-For each group size, rows a program, warps, order of loads and held pieces: device time beside
+For each group size, rows a program, warps, order of loads, held pieces and, where few rows are
+normalized first, the columns of programs that share a row: device time beside
 `torch.add` on the same bytes, with the L2 cache cleared for many rows, and 20 launches back
 to back for few. Of what is timed here only the pieces can change a bit of a result. On a CPU
 one tiny shape runs in Triton's interpreter, and times mean nothing.
@@ -65,7 +66,7 @@ def main(arguments):
     return sweep(
         options,
         choose_shapes(parser, options),
-        lambda shape: choices(shape[0]),
+        choices,
         compile_choice,
         measure,
         print_best,
@@ -95,38 +96,59 @@ def choose_shapes(parser, options):
     return [shape for shape in shapes if shape[0] in options.group_sizes]
 
 
-def choices(group_size):
-    """Rows, warps, order of loads, columns of a piece that is held (None: no pieces).
+def choices(shape):
+    """Rows, warps, order of loads, columns of a piece that is held (None: no pieces), and of a share.
 
     Without pieces at most 64 columns a thread, and no fewer than 8; of a piece 2 to 8.
     """
 
-    if group_size == TINY[0]:
-        return [(2, 1, True, None), (2, 1, False, None)]
+    if shape == TINY:
+        return [
+            (2, 1, True, None, None),
+            (2, 1, False, None, None),
+            (1, 1, True, None, 8),
+        ]
 
+    group_size, num_groups, _, norm_before_gate = shape
     lanes = configs.next_power_of_2(group_size)
     piece = group_size & -group_size
     in_pieces = [
-        (1, num_warps, True, piece)
+        (1, num_warps, True, piece, None)
         for num_warps in (1, 2, 4, 8, 16)
         if group_size // piece in (3, 5, 7) and 64 <= piece // num_warps <= 256
     ]
 
-    return in_pieces + [
-        (rows, num_warps, parameters_first, None)
-        for rows in (1, 2, 4, 8, 16, 32)
-        for num_warps in (1, 2, 4, 8, 16, 32)
-        for parameters_first in (True, False)
-        if 256 * num_warps <= rows * lanes <= 2048 * num_warps
-        and (rows == 1 or rows * lanes <= 8192)
+    own = configs.gated_rms_norm_config(group_size, 1).columns_per_piece
+    shared = [
+        (1, num_warps, True, own, share)
+        for num_warps in (2, 4, 8, 16)
+        for share in (256, 512, 1024, 2048)
+        if shape in FEW_GROUPS
+        and norm_before_gate
+        and num_groups == 1
+        and share < group_size
+        and (own or lanes) % share == 0
     ]
+
+    return (
+        in_pieces
+        + shared
+        + [
+            (rows, num_warps, parameters_first, None, None)
+            for rows in (1, 2, 4, 8, 16, 32)
+            for num_warps in (1, 2, 4, 8, 16, 32)
+            for parameters_first in (True, False)
+            if 256 * num_warps <= rows * lanes <= 2048 * num_warps
+            and (rows == 1 or rows * lanes <= 8192)
+        ]
+    )
 
 
 def make_call(shape, choice, device="cuda"):
     """A call of the kernel with random contents, and its tensors."""
 
     group_size, num_groups, num_rows, norm_before_gate = shape
-    rows_per_program, num_warps, parameters_first, columns_per_piece = choice
+    rows_per_program, num_warps, parameters_first, columns_per_piece, share = choice
     kernel = import_kernels().gated_rms_norm
     handle = make_handle(
         kernel.premake,
@@ -137,14 +159,16 @@ def make_call(shape, choice, device="cuda"):
         parameters_first=parameters_first,
         columns_per_piece=columns_per_piece,
         holds_pieces=columns_per_piece is not None,
+        columns_per_share=share,
     )
     random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     input, gate = (random(num_rows, num_groups * group_size) for _ in range(2))
     weight, output = random(num_groups * group_size), torch.empty_like(input)
     scalars = (1 / group_size, 1e-5, 0.0, kernel.SILU, int(norm_before_gate))
+    inputs = (input,) if share is None else (input, input)
 
     def call():
-        handle(input, gate, weight, -0.0, output, *scalars)
+        handle(*inputs, gate, weight, -0.0, output, *scalars)
 
     return call, (input, gate, output)
 
@@ -163,11 +187,11 @@ def measure(shape, device):
     if device == "cpu":
         time = wall_time
 
-    _, (input, gate, output) = make_call(shape, choices(group_size)[0], device)
+    _, (input, gate, output) = make_call(shape, choices(shape)[0], device)
     floor, _ = time(lambda: torch.add(input, gate, out=output))
     records = []
 
-    for choice in choices(group_size):
+    for choice in choices(shape):
         call, _ = make_call(shape, choice, device)
         microseconds, spread = time(call)
         records.append(
@@ -182,6 +206,7 @@ def measure(shape, device):
                 "num_warps": choice[1],
                 "parameters_first": choice[2],
                 "columns_per_piece": choice[3],
+                "columns_per_share": choice[4],
                 "us": microseconds,
                 "spread_us": spread,
                 "torch_add_us": floor,
@@ -201,6 +226,7 @@ def print_best(shape, records, most=6):
             f" {record['rows_per_program']} warps {record['num_warps']}"
             f" parameters {'first' if record['parameters_first'] else 'last'}"
             f" pieces {record['columns_per_piece']}"
+            f" share {record['columns_per_share']}"
         )
 
 
