@@ -198,6 +198,10 @@ _COLUMNS_PER_PART = 1024
 # 7 pieces of 1024 took 1.32 times the floor, padded 1.15.
 _PADDED_IN_BACKWARD = (7168,)
 
+# Wider ones that are summed all the same, where registers are left: 5 pieces of 2048 took 1.28 times the floor,
+# parts of 1024 columns 1.88.
+_SUMMED_IN_PIECES = (10240,)
+
 # The multiprocessors of the GPU that these choices are for. Nothing asks the device for
 # its own: how rows are cut decides the bits of the gradients of weight and bias.
 _MULTIPROCESSORS = 132
@@ -217,15 +221,19 @@ def gated_rms_norm_backward_config(
     Nothing depends on the number of rows. `rows_per_step`, `max_row_blocks` and
     `columns_per_program` decide in which order rows are added up for the gradients of
     weight and bias; no choice but the columns of a program and of a piece, which depend on
-    the group size alone, changes a bit of the others.
+    the group size alone (of 10240 columns on the others, too), changes a bit of the others.
 
     Each choice that was timed on an H200, in bfloat16, was the fastest, or within 1 % of it,
     of 1 to 16 warps, 1 to 20 programs a multiprocessor and 2 to 4 stages.
     """
 
     lanes = next_power_of_2(group_size)
+    leaves_registers = item_size == 2 and not has_bias
+    is_summed = lanes <= _MAX_SUMMED_LANES or (
+        group_size in _SUMMED_IN_PIECES and leaves_registers
+    )
 
-    if lanes > _MAX_SUMMED_LANES:
+    if not is_summed:
         num_warps = max(_COLUMNS_PER_PART // 256, 1)
         groups_per_row = _ceil_div(group_size, _COLUMNS_PER_PART)
 
@@ -241,9 +249,7 @@ def gated_rms_norm_backward_config(
     if piece is not None and group_size not in _PADDED_IN_BACKWARD:
         # 20 to 28 columns a thread leave room for half the warps. 40 of 5 pieces of 1024 do so too, if they
         # are of 16 bits, have no bias, and most is computed once more: 1.20 times the floor, where 20 took 1.31.
-        is_by_eight = group_size // piece == 3 or (
-            piece >= 1024 and item_size == 2 and not has_bias
-        )
+        is_by_eight = group_size // piece == 3 or (piece >= 1024 and leaves_registers)
         num_warps = max(piece // (256 if is_by_eight else 128), 1)
 
         return GatedRMSNormBackwardConfig(
@@ -263,11 +269,14 @@ def gated_rms_norm_backward_config(
 
     # 8 columns a thread; of 4096 and more 16, which take all registers.
     num_warps = lanes // 256 if lanes <= 2048 else lanes // 512
+    # Of 4096 one program a multiprocessor leaves half the partial sums: 512 rows took 1.40 times the
+    # floor, 1.67 with two, 16384 rows 1.14 and 1.15.
+    programs = 1 if lanes == 4096 else _WARPS_OF_BACKWARD // num_warps
 
     return GatedRMSNormBackwardConfig(
         rows_per_step=1,
         num_warps=num_warps,
-        max_row_blocks=_row_blocks(_WARPS_OF_BACKWARD // num_warps, groups_per_row),
+        max_row_blocks=_row_blocks(programs, groups_per_row),
         pipeline_stages=4 if lanes in (2048, 4096) else 3,
         # Of 4096, where registers are left, it is slower by 2 %.
         recomputes=lanes == 8192,

@@ -231,6 +231,23 @@ def test_gradients_that_take_more_registers_hold_fewer_columns_a_thread(options)
     assert narrow.recomputes and not wide.recomputes
 
 
+def test_gradients_of_a_wide_group_are_summed_in_pieces_where_registers_are_left():
+    """Of 16 bits without a bias; otherwise in parts, as all others that are as wide."""
+
+    held = configs.gated_rms_norm_backward_config(10240, 1)
+    others = [
+        configs.gated_rms_norm_backward_config(*sizes, **options)
+        for *sizes, options in (
+            (10240, 1, {"item_size": 4}),
+            (10240, 1, {"has_bias": True}),
+            (12288, 1, {}),
+        )
+    ]
+
+    assert held.columns_per_program is None and held.columns_per_piece == 2048
+    assert all(other.columns_per_program == 1024 for other in others)
+
+
 def test_a_device_without_a_limit_has_all_stages():
     """The interpreter's."""
 
