@@ -35,6 +35,7 @@ import triton
 from huge_storage import reserve
 from launch_helpers import applied
 from launch_kernels import FACTOR
+from operator_calls import LAYOUTS, MODULES, forget, launching_cpu_tensors
 from recording_driver import SM_80, SM_90, RecordingDriver, active
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.compiler import ASTSource
@@ -43,14 +44,6 @@ import ninetoothed_patches
 import ntops_ext
 from ninetoothed_patches import triton_abi
 from ntops_ext import _handles
-from ntops_ext.torch import (
-    _gated_rms_norm,
-    _gated_rms_norm_backward,
-    _launch,
-    _qk_norm_rope,
-    _qk_norm_rope_backward,
-    _qk_norm_rope_pack,
-)
 
 KERNELS = launch_fuzz_kernels.KERNELS
 
@@ -820,20 +813,7 @@ class Session:
         self._restore = contextlib.ExitStack()
 
     def __enter__(self):
-        originals = [
-            (module, "runs_kernel", module.runs_kernel)
-            for module in (
-                _launch,
-                _qk_norm_rope,
-                _qk_norm_rope_backward,
-                _qk_norm_rope_pack,
-            )
-        ]
-
-        for module, name, original in originals:
-            setattr(module, name, lambda tensor: True)
-            self._restore.callback(setattr, module, name, original)
-
+        self._restore.enter_context(launching_cpu_tensors())
         self._restore.callback(setattr, _handles, "_make", _handles._make)
         self._restore.callback(self._forget_operators)
         self._restore.callback(lambda: [self._unhook(kind) for kind in [*self._hooks]])
@@ -1070,10 +1050,10 @@ class Session:
             swap = functools.partial(_swap, stack)
             swap(_handles, "_make", self._make_unpatched)
 
-            for module in (_gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack):
+            for module in MODULES:
                 swap(module._prepared_calls, "recent", ())
 
-            for layouts in _LAYOUTS:
+            for layouts in LAYOUTS:
                 swap(layouts, "_kept", {})
 
             yield
@@ -1091,12 +1071,7 @@ class Session:
 
     def _forget_operators(self):
         _handles._make = self._make_planned()
-
-        for module in (_gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack):
-            module._prepared_calls.clear()
-
-        for layouts in _LAYOUTS:
-            layouts.clear()
+        forget()
 
     # ntops'.
 
@@ -1321,14 +1296,6 @@ class Session:
                 ]
                 tuner.cache.clear()
 
-
-_LAYOUTS = (
-    _gated_rms_norm._layouts_of_calls,
-    _gated_rms_norm_backward._layouts_of_calls,
-    _qk_norm_rope.layouts,
-    _qk_norm_rope_backward.layouts,
-    _qk_norm_rope_pack.layouts,
-)
 
 _MODE = {
     "grad": torch.enable_grad,

@@ -1,12 +1,35 @@
-"""Calls of the operators for tests on a GPU: each a function of a device and a seed that returns a call."""
+"""Calls of the operators for tests on a GPU, each a function of a device and a seed that returns a call; launches of
+CPU tensors; and what operators know of calls.
+"""
 
+import contextlib
+
+import pytest
 import torch
+from recording_driver import recording
 from rope_inputs import make_pack, make_rope
 
 import ntops_ext
-from ntops_ext.torch import _gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack
+from ntops_ext import _handles
+from ntops_ext.torch import (
+    _gated_rms_norm,
+    _gated_rms_norm_backward,
+    _launch,
+    _qk_norm_rope,
+    _qk_norm_rope_backward,
+    _qk_norm_rope_pack,
+)
 
+# Those that prepare calls.
 MODULES = (_gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack)
+
+LAYOUTS = (
+    _gated_rms_norm._layouts_of_calls,
+    _gated_rms_norm_backward._layouts_of_calls,
+    _qk_norm_rope.layouts,
+    _qk_norm_rope_backward.layouts,
+    _qk_norm_rope_pack.layouts,
+)
 
 
 def norm(device, seed):
@@ -58,9 +81,40 @@ def forget():
     for module in MODULES:
         module._prepared_calls.clear()
 
-        for known in ("layouts", "_layouts_of_calls"):
-            if hasattr(module, known):
-                getattr(module, known).clear()
+    for layouts in LAYOUTS:
+        layouts.clear()
+
+
+@contextlib.contextmanager
+def launching_cpu_tensors():
+    """Operators launch what they are given on the CPU, for the block's duration."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (
+            _launch,
+            _qk_norm_rope,
+            _qk_norm_rope_backward,
+            _qk_norm_rope_pack,
+        ):
+            patch.setattr(module, "runs_kernel", lambda tensor: True)
+
+        yield
+
+
+@contextlib.contextmanager
+def recording_operators():
+    """A recording driver that CPU tensors are launched by, for the block's duration."""
+
+    with launching_cpu_tensors(), recording() as driver:
+        # Compiled kernels belong to a driver for good: handles are made for this one alone.
+        _handles._make.cache_clear()
+        forget()
+
+        try:
+            yield driver
+        finally:
+            _handles._make.cache_clear()
+            forget()
 
 
 def copies(result):

@@ -13,6 +13,7 @@ import launch_kernels
 import pytest
 import torch
 from launch_helpers import rows
+from operator_calls import recording_operators
 from recording_driver import recording
 from rope_inputs import make_pack, make_rope
 from threads import in_threads
@@ -22,37 +23,17 @@ import ntops_ext
 from ninetoothed_patches import host_driver, materializer
 from ninetoothed_patches.locks import ProcessLock
 from ntops_ext import _handles
-from ntops_ext.torch import _gated_rms_norm, _launch, _qk_norm_rope, _qk_norm_rope_pack
+from ntops_ext.torch import _gated_rms_norm, _qk_norm_rope_pack
 
 needs_fork = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="no fork on this platform"
 )
 
 
-def forget():
-    for module in (_gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack):
-        module._prepared_calls.clear()
-
-    _gated_rms_norm._layouts_of_calls.clear()
-    _qk_norm_rope.layouts.clear()
-    _qk_norm_rope_pack.layouts.clear()
-
-
 @pytest.fixture
-def driver(monkeypatch):
-    """A recording driver; CPU tensors are launched. Compiled kernels belong to it for good: so do handles."""
-
-    for module in (_launch, _qk_norm_rope, _qk_norm_rope_pack):
-        monkeypatch.setattr(module, "runs_kernel", lambda tensor: True)
-
-    _handles._make.cache_clear()
-    forget()
-
-    with recording() as driver:
+def driver():
+    with recording_operators() as driver:
         yield driver
-
-    _handles._make.cache_clear()
-    forget()
 
 
 # What threads call: functions that make a call with tensors of its own, whose addresses tell its launches from others.

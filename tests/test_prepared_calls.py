@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from recording_driver import recording
+from operator_calls import forget, recording_operators
 from rope_inputs import make_pack, make_rope
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ninetoothed_patches
 import ntops_ext
-from ntops_ext import _handles
 from ntops_ext.torch import (
     _gated_rms_norm,
-    _launch,
     _layouts,
     _prepared,
     _qk_norm_rope,
@@ -36,31 +34,17 @@ MODULES = {
 }
 
 
-def forget():
-    for module, layouts in MODULES.values():
-        getattr(module, layouts).clear()
-        module._prepared_calls.clear()
-
-
 @pytest.fixture(scope="module")
 def recorder():
-    """Compiled kernels belong to a driver for good: handles are made for this one alone."""
+    """One for all tests: for another driver each kernel is compiled again."""
 
-    _handles._make.cache_clear()
-
-    with recording() as driver:
+    with recording_operators() as driver:
         yield driver
-
-    _handles._make.cache_clear()
-    forget()
 
 
 @pytest.fixture
-def driver(recorder, monkeypatch):
-    """A recording driver; CPU tensors are launched, and what was known of calls is forgotten."""
-
-    for module in (_launch, _qk_norm_rope, _qk_norm_rope_pack):
-        monkeypatch.setattr(module, "runs_kernel", lambda tensor: True)
+def driver(recorder):
+    """A recording driver; what was known of calls is forgotten."""
 
     forget()
     recorder.clear()

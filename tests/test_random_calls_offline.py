@@ -11,18 +11,11 @@ import random
 
 import pytest
 import torch
-from recording_driver import recording
+from operator_calls import recording_operators
 from rope_inputs import make_pack, make_rope
 
 import ntops_ext
-from ntops_ext import _handles
-from ntops_ext.torch import (
-    _gated_rms_norm_backward,
-    _launch,
-    _qk_norm_rope,
-    _qk_norm_rope_backward,
-    _qk_norm_rope_pack,
-)
+from ntops_ext.torch import _gated_rms_norm_backward, _qk_norm_rope_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -31,22 +24,9 @@ WIDE_GROUP_SIZES = (3584, 4096, 5120, 7168, 8192, 16384, 20480)
 
 
 @pytest.fixture
-def driver(monkeypatch):
-    """CPU tensors are launched, on a driver whose launches do nothing."""
-
-    modules = (_launch, _qk_norm_rope, _qk_norm_rope_pack, _qk_norm_rope_backward)
-
-    for module in modules:
-        if hasattr(module, "runs_kernel"):
-            monkeypatch.setattr(module, "runs_kernel", lambda tensor: True)
-
-    # Compiled kernels belong to a driver for good: handles are made for this one alone.
-    _handles._make.cache_clear()
-
-    with recording() as driver:
+def driver():
+    with recording_operators() as driver:
         yield driver
-
-    _handles._make.cache_clear()
 
 
 class Choices(random.Random):

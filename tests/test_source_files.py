@@ -16,6 +16,7 @@ import torch
 from gated_rms_norm_binaries import compile_call
 from gated_rms_norm_calls import make_call
 from launch_helpers import applied
+from operator_calls import recording_operators
 from recording_driver import recording
 
 import ninetoothed_patches
@@ -356,10 +357,7 @@ def test_operators_name_the_variable_of_tritons_cache(monkeypatch, tmp_path):
     with pytest.raises(NotADirectoryError, match=message):
         compile_call(monkeypatch, call, "sm_90")
 
-    _handles._make.cache_clear()
-    monkeypatch.setattr(_launch, "runs_kernel", lambda tensor: True)
-
-    with recording() as driver:
+    with recording_operators() as driver:
         with pytest.raises(NotADirectoryError, match=message):
             call.run(out=out)
 
@@ -368,8 +366,6 @@ def test_operators_name_the_variable_of_tritons_cache(monkeypatch, tmp_path):
         call.run(out=out)
 
         assert len(driver.records) == 1
-
-    _handles._make.cache_clear()
 
 
 def test_other_errors_of_the_system_are_left_alone(monkeypatch):
