@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ninetoothed_patches import triton_abi
-from ninetoothed_patches.call_key import bits, compile_function
+from ninetoothed_patches.call_key import bits, compile_function, scalar_fits
 
 # In a key's place: this call gets none.
 _NEW = object()
@@ -59,15 +59,6 @@ def {name}(__handle, {parameters}, *__surplus):
     __plan.stamp = __next(__clock)
     __plan.launch(__plan.current_stream(__plan.device), {addresses})
 """
-
-# The very object that was passed before; otherwise equal, of the same type, and none of the zeros.
-_SCALAR_FITS = """\
-and (
-                    {name} is __plan.scalars[{position}]
-                    or __type({name}) is __type(__plan.scalars[{position}])
-                    and {name} == __plan.scalars[{position}]
-                    and {name}
-                )"""
 
 # What is looked at where no successor fits: in one function, for a call costs as much as what it would read.
 _LOOK = """\
@@ -193,7 +184,7 @@ def call_functions(cache, *, name, reader, kernel, tuner, clock, ordinary, max_u
         "watchers": expressions.watchers,
         "tuner_fits": "and __len(__tuner.cache) == __cache.tuned" if tuner else "",
         "scalars_fit": "\n                ".join(
-            _SCALAR_FITS.format(name=scalar, position=position)
+            f"and {scalar_fits(scalar, f'__plan.scalars[{position}]')}"
             for position, scalar in enumerate(reader.scalars)
         ),
         "max_unused": max_unused,

@@ -48,6 +48,15 @@ def is_scalar(value):
     return type(value) in SCALAR_TYPES or isinstance(value, enum.IntEnum)
 
 
+def scalar_fits(given, seen):
+    """Source text that compares two scalars, named by such text: the same object, or of the same type and bits.
+
+    It may say no to what has the same bits: a zero, whose sign would cost a call to tell, or a NaN.
+    """
+
+    return f"({given} is {seen} or __type({given}) is __type({seen}) and {given} == {seen} and {given})"
+
+
 class CallReader:
     """How calls of one handle are read.
 

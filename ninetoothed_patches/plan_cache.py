@@ -508,19 +508,17 @@ class PlanCache:
 
         last = self.last
         scalars = self._reader.scalars_of(arguments)
+        fits = None
 
         if plan.launch is None:
             self._finish(plan)
 
-        # Or it was compared, and its scalars fit: its guard said no. The tensors are of another autograd mode, or one was
-        # passed twice.
-        needs_guard = plan.fits is None or (
-            plan in last.successors and all(map(_scalar_fits, scalars, plan.scalars))
-        )
-        fits = None
+        if can_guard and (plan.fits is None or plan in last.successors):
+            tensors = self._reader.tensors_of(arguments)
 
-        if needs_guard and can_guard:
-            fits = tensor_guard(self._reader.tensors_of(arguments))
+            # A successor was compared. Its guard says no to another autograd mode, and to a tensor that is passed twice.
+            if plan.fits is None or not plan.fits(*tensors):
+                fits = tensor_guard(tensors)
 
         # What is built of many objects, where the collector mostly comes, is there by now.
         with _CHANGING:
@@ -567,12 +565,6 @@ class PlanCache:
         # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
         plan.launched = (compiled,)
-
-
-def _scalar_fits(scalar, other):
-    """What a handle's entry says of two scalars of one key."""
-
-    return scalar is other or (scalar == other and bool(scalar))
 
 
 def _is_nested():

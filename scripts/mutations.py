@@ -169,25 +169,17 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="recent-plan-for-the-other-zero",
-        file=_CALLS,
-        old="""\
-                    and {name} == __plan.scalars[{position}]
-                    and {name}
-""",
-        new="""\
-                    and {name} == __plan.scalars[{position}]
-""",
+        file=_KEY,
+        old="{given} == {seen} and {given})",
+        new="{given} == {seen})",
         promise="A recent plan for 0.0 is none for -0.0.",
         tests=(_HAZARDS,),
     ),
     Mutation(
         name="recent-plan-for-another-type-of-scalar",
-        file=_CALLS,
-        old="""\
-                    or __type({name}) is __type(__plan.scalars[{position}])
-                    and {name} ==""",
-        new="""\
-                    or {name} ==""",
+        file=_KEY,
+        old="__type({given}) is __type({seen}) and ",
+        new="",
         promise="A recent plan for 1 is none for True or 1.0.",
         tests=(_HAZARDS,),
     ),

@@ -182,7 +182,7 @@ def test_a_hook_that_is_passed_over_is_noticed(monkeypatch):
 
 
 def test_a_prepared_call_that_compares_no_options_is_noticed(monkeypatch):
-    monkeypatch.setattr(_prepared, "_OPTION_FITS", "True")
+    monkeypatch.setattr(_prepared, "scalar_fits", lambda given, seen: "True")
     assert fails([norm(), norm(), norm(), norm(eps="1.0")])
 
 

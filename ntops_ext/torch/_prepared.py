@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 import ninetoothed_patches
-from ninetoothed_patches.call_key import tensor_guard
+from ninetoothed_patches.call_key import scalar_fits, tensor_guard
 from ntops_ext.torch import _checks
 
 # How many kinds of calls an operator compares a call with before it goes the whole way.
@@ -46,11 +46,6 @@ if __found.get({addresses}) is not {verdict}:
 
         __remember(__found, {addresses}, {verdict})
 """
-
-# The very object of the earlier call; otherwise equal, of the same type, and none of the zeros.
-_OPTION_FITS = """\
-({name} is __value_{name} or __type({name}) is __type(__value_{name})
-         and {name} == __value_{name} and {name})"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,7 +282,7 @@ class PreparedCalls:
         for name, argument in named.items():
             if argument is not None and name not in tensors:
                 names[f"__value_{name}"] = argument
-                conditions.append(_OPTION_FITS.format(name=name))
+                conditions.append(scalar_fits(name, f"__value_{name}"))
 
         conditions.append(f"__fits({', '.join(tensors)})")
         differentiable = [
