@@ -128,8 +128,7 @@ class LaunchForm:
 
     :param compiled: The compiled kernel, already loaded.
     :param bound: Its arguments by name, as Triton bound them for some launch.
-    :param pointers: The names of those that are tensors' addresses, in the order of the handle's tensors; None for a
-        tensor whose address the kernel does not take.
+    :param pointers: The names of those that are tensors' addresses, in the order of the handle's tensors.
     """
 
     def __init__(self, compiled, bound, pointers):

@@ -215,21 +215,21 @@ def _with_globals(function, **replaced):
 def _parameters(kernel, launch):
     """What the launch function's parameters are, and why no call of it can be planned, if none can.
 
-    :return: Pairs as `PlanCache` takes them, and a reason or None.
+    :return: Pairs as `PlanCache` takes them, none where there is a reason, and the reason or None.
     """
 
     code = launch.__code__
     names = code.co_varnames[: code.co_argcount]
 
     if not triton_abi.is_compiled(kernel):
-        return [(name, False) for name in names], "interpreter"
+        return [], "interpreter"
 
     if any(name.startswith("__") for name in names):
         # They may be names of the entry's own.
-        return [(name, False) for name in names], "reserved parameter name"
+        return [], "reserved parameter name"
 
     if {"offsets", "values"} & set(code.co_names):
-        return [(name, False) for name in names], "jagged"
+        return [], "jagged"
 
     pointers = {
         match[1]: parameter
@@ -239,14 +239,8 @@ def _parameters(kernel, launch):
     scalars = {
         ninetoothed.naming.remove_prefixes(parameter) for parameter in kernel.arg_names
     }
-    parameters = []
 
-    for name in names:
-        if name in pointers:
-            parameters.append((name, pointers[name]))
-        elif name in scalars:
-            parameters.append((name, False))
-        else:
-            return [(name, False) for name in names], "unknown launch function"
+    if not set(names) <= pointers.keys() | scalars:
+        return [], "unknown launch function"
 
-    return parameters, None
+    return [(name, pointers.get(name)) for name in names], None

@@ -58,7 +58,7 @@ class PlanCache:
     :param launch: The generated launch function.
     :param replace: A function that makes of the launch function one that calls a given object in `launched`'s place.
     :param parameters: For each parameter of the launch function, its name and the name of the kernel's parameter that
-        takes its address: None for a tensor whose address the kernel does not take, False for a scalar.
+        takes its address: None for a scalar.
     :param never: Why no call of this handle can be planned, or None.
     :param bound: How many plans may be held.
     """
@@ -76,12 +76,12 @@ class PlanCache:
         self._launch = launch
         self._replace = replace
         self._reader = CallReader(
-            [(name, pointer is not False) for name, pointer in parameters]
+            [(name, pointer is not None) for name, pointer in parameters]
         )
         self._pointers = [
             (pointer, index)
             for index, (_, pointer) in enumerate(parameters)
-            if pointer is not False
+            if pointer is not None
         ]
 
         self._clock = itertools.count(1)
@@ -421,11 +421,10 @@ class PlanCache:
         bound, _, compiled = launched
 
         for pointer, index in self._pointers:
-            if pointer is not None:
-                if bound.get(pointer) is not arguments[index]:
-                    return "unexpected kernel arguments"
+            if bound.get(pointer) is not arguments[index]:
+                return "unexpected kernel arguments"
 
-                bound[pointer] = None
+            bound[pointer] = None
 
         if triton_abi.captured_globals(self._kernel):
             return "captured globals"

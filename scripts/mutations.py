@@ -321,15 +321,15 @@ _LAUNCH_PLANS = (
     Mutation(
         name="unexpected-arguments-are-planned",
         file=_CACHE,
-        old="                if bound.get(pointer) is not arguments[index]:\n",
-        new="                if bound.get(pointer) is None:\n",
+        old="            if bound.get(pointer) is not arguments[index]:\n",
+        new="            if bound.get(pointer) is None:\n",
         promise="What the kernel was not given as it came in is not planned.",
         tests=(_HAZARDS,),
     ),
     Mutation(
         name="plan-keeps-tensors",
         file=_CACHE,
-        old="                bound[pointer] = None\n",
+        old="            bound[pointer] = None\n",
         new="",
         promise="A plan holds no tensor.",
         tests=(_HAZARDS,),
