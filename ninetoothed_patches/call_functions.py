@@ -41,7 +41,7 @@ def {name}(__handle, {parameters}, *__surplus):
         else:
             __plan = None
             __outline = {outline}
-            __key = __NEW if __cache.unused > {max_unused} and __cache.is_new(__outline) else {key}
+            __key = __NEW if __cache.unused > {max_unused} and __hash(__outline) not in __cache.seen else {key}
     except __Exception:
         # Whatever it is, the ordinary call meets it again and says so.
         __plan = __key = None
@@ -51,7 +51,7 @@ def {name}(__handle, {parameters}, *__surplus):
             return __cache.unreadable(({parameters},))
 
         if __key is __NEW:
-            return __cache.ordinary(({parameters},))
+            return __cache.new(__outline, ({parameters},))
 
         return __cache.call(__key, ({parameters},), ({addresses},))
 
@@ -163,6 +163,7 @@ def call_functions(cache, *, name, reader, kernel, tuner, clock, ordinary, max_u
         "__is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
         "__bits": bits,
         "__int": int,
+        "__hash": hash,
         "__type": type,
         "__next": next,
         "__NEW": _NEW,

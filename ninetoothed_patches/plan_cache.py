@@ -123,9 +123,9 @@ class PlanCache:
         self._queue = []
         # How many plans were ever made: a thread that waited sees by it whether there may be a new one.
         self._made = 0
-        # How many of the last plans were never used, and, where that is too many, the outlines of calls so far.
+        # How many of the last plans were never used, and, where that is too many, the outlines of calls so far, hashed.
         self.unused = 0
-        self._seen = set()
+        self.seen = set()
         self._forms = weakref.WeakKeyDictionary()
         # What stands in keys for each driver, device and kinds of arguments that can be planned.
         self._kinds = {}
@@ -138,7 +138,7 @@ class PlanCache:
             # Not emptied but replaced: this may come in the middle of another change, which goes on with the old ones.
             # They are freed when nothing is held.
             plans, self._plans, self._queue = self._plans, {}, []
-            self._seen = set()
+            self.seen = set()
             self.unused = 0
             self.last = _Start()
 
@@ -226,25 +226,20 @@ class PlanCache:
 
         return self._ordinary(self._launch, arguments, keywords)
 
-    def is_new(self, outline):
-        """Whether no call of this outline has come yet. If so, this one counts as a miss, and from now on one has."""
-
-        outline = hash(outline)
+    def new(self, outline, arguments):
+        """A call of an outline that is not among `seen`: it gets no plan, and the next one does."""
 
         with _CHANGING:
-            if outline in self._seen:
-                return False
-
-            if len(self._seen) >= MAX_SEEN + len(self._plans):
+            if len(self.seen) >= MAX_SEEN + len(self._plans):
                 self._see_plans_only()
 
-            self._seen.add(outline)
+            self.seen.add(hash(outline))
             self._misses += 1
 
-        return True
+        return self.ordinary(arguments)
 
     def _see_plans_only(self):
-        self._seen = set(map(self._outline_hash, self._plans.values()))
+        self.seen = set(map(self._outline_hash, self._plans.values()))
 
     def _outline_hash(self, plan):
         return hash(plan.key[-1][0])
@@ -481,7 +476,7 @@ class PlanCache:
                 self.last = plan
 
             if self.unused > UNUSED_PLANS:
-                self._seen.add(self._outline_hash(plan))
+                self.seen.add(self._outline_hash(plan))
 
             self.unused += 1
 

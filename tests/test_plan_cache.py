@@ -125,7 +125,7 @@ def test_a_call_that_has_a_plan_is_never_new(driver, monkeypatch):
     monkeypatch.setattr(plan_cache, "MAX_SEEN", 4)
     pair = Pair("scale", driver)
     call_once(pair, range(1, 101))
-    assert len(pair.planned._cache._seen) <= 4 + UNUSED_PLANS + 1
+    assert len(pair.planned._cache.seen) <= 4 + UNUSED_PLANS + 1
     assert pair.info.plans == UNUSED_PLANS + 1
 
     # The first use of a plan, and a plan made before any was used.
