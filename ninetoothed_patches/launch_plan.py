@@ -78,17 +78,18 @@ class Kind:
 class Plan:
     """One prepared launch. It holds no tensor, no address, no stream and no hook.
 
-    `launch(stream, *addresses)` launches; it is None until the plan is first used. `successors` are plans that were used
-    next after this one. The other fields say for which calls.
+    `launch(stream, *addresses)` launches; it is None until the plan is first used, and `launched`, which it is made of,
+    from then on. `compiled` is the kernel, which stays loaded. `successors` are plans that were used next after this one.
+    The other fields say for which calls.
 
     :param key: A `Kind`, Triton's state, and the layout of the call.
     :param store: Where Triton keeps the kernels of that device.
-    :param launched: What `Watcher.watch` returned, without tensors. Once there is a `launch`, the compiled kernel alone,
-        which it keeps loaded.
+    :param launched: What `Watcher.watch` returned, without tensors.
     """
 
     __slots__ = (
         "alignments",
+        "compiled",
         "current_device",
         "current_stream",
         "device",
@@ -109,6 +110,7 @@ class Plan:
         self.key = key
         self.store = store
         self.launched = launched
+        self.compiled = launched[-1]
         self.launch = None
         self.fits = None
         self.scalars = ()

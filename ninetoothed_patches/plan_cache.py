@@ -540,7 +540,7 @@ class PlanCache:
 
         launched = plan.launched
 
-        if len(launched) == 1:
+        if launched is None:
             # Another thread, or a finalizer in this one, has just done it.
             return
 
@@ -558,7 +558,7 @@ class PlanCache:
         )
         # In this order: where the launch is none yet, what it is made from is still there.
         plan.launch = form.bind(grid, bound)
-        plan.launched = (compiled,)
+        plan.launched = None
 
 
 def _is_nested():
