@@ -37,7 +37,7 @@ from launch_helpers import applied
 from launch_kernels import FACTOR
 from operator_calls import LAYOUTS, MODULES, forget, launching_cpu_tensors
 from recording_driver import SM_80, SM_90, RecordingDriver, active
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends import backends
 from triton.compiler.compiler import ASTSource
 
 import ninetoothed_patches
@@ -1464,7 +1464,9 @@ def quick_compiler():
     such binaries from those who take them for real ones.
     """
 
-    original, originals_add = ASTSource.make_ir, CUDABackend.add_stages
+    # Up to 3.3 Triton compiles by a copy of `triton.backends.nvidia.compiler` that it loads itself.
+    backend = backends["nvidia"].compiler
+    original, originals_add = ASTSource.make_ir, backend.add_stages
     cache_folder = os.environ.get("TRITON_CACHE_DIR")
 
     def make_ir(self, *args):
@@ -1486,12 +1488,12 @@ def quick_compiler():
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        ASTSource.make_ir, CUDABackend.add_stages = make_ir, add_stages
+        ASTSource.make_ir, backend.add_stages = make_ir, add_stages
 
         try:
             yield
         finally:
-            ASTSource.make_ir, CUDABackend.add_stages = original, originals_add
+            ASTSource.make_ir, backend.add_stages = original, originals_add
             del os.environ["TRITON_CACHE_DIR"]
 
             if cache_folder is not None:
