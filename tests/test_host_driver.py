@@ -319,11 +319,9 @@ def compiled_kernels(handle):
     return store[0].values()
 
 
-def test_an_auto_tuned_handle_is_refused():
-    """Which binary it launches is known on a GPU only."""
-
+def make_tuned():
     with host_driver.stand_in():
-        handle = ninetoothed.make(
+        return ninetoothed.make(
             host_driver_tuned_arrangement,
             host_driver_tuned_application,
             (Tensor(1, name="x"), Tensor(1, name="y")),
@@ -331,7 +329,24 @@ def test_an_auto_tuned_handle_is_refused():
             num_stages=1,
         )
 
-    x = torch.zeros(64)
+
+def test_an_auto_tuned_handle_is_refused():
+    """Which binary it launches is known on a GPU only."""
+
+    handle, x = make_tuned(), torch.zeros(64)
 
     with pytest.raises(TypeError, match="`handle`.*host_driver_tuned.*auto-tuned"):
         host_driver.compile_call(handle, x, x, target="sm_90")
+
+
+@without_a_driver
+def test_an_auto_tuned_handle_is_tuned_by_a_later_driver():
+    """What it was made with without a GPU can measure nothing."""
+
+    handle, x = make_tuned(), torch.zeros(64)
+
+    with recording() as driver:
+        handle(x, x)
+
+        # Every candidate, and the winner.
+        assert len(driver.records) > 2
