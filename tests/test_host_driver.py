@@ -165,6 +165,7 @@ def test_a_named_target(target):
     assert f".target {target}" in compiled.asm["ptx"]
 
 
+@needs_a_linker_for_amd
 def test_a_target_of_another_kind():
     """A `GPUTarget` serves as well as a name."""
 
