@@ -463,14 +463,16 @@ class PlanCache:
             self._made += 1
             plan.stamp = next(self._clock)
 
-            if plans.setdefault(plan.key, plan) is not plan:
+            if plan.key in plans:
                 # A source was replaced and put back: what was made in between is of no use.
                 dropped += plans.values()
                 self.clear()
                 plans, queue = self._plans, self._queue
-                plans[plan.key] = plan
 
+            # In this order: what a signal handler that raises leaves in the queue alone is thrown out, and what it left
+            # among the plans alone would never be.
             heapq.heappush(queue, (plan.stamp, plan))
+            plans[plan.key] = plan
 
             if self._plans is plans:
                 self.last = plan
@@ -490,10 +492,14 @@ class PlanCache:
             plan = queue[0][1]
             heapq.heapreplace(queue, (plan.stamp, plan))
 
-        _, plan = heapq.heappop(queue)
-        del plans[plan.key]
+        plan = queue[0][1]
+
+        if plans.get(plan.key) is plan:
+            del plans[plan.key]
+            self._evictions += 1
+
         plan.drop()
-        self._evictions += 1
+        heapq.heappop(queue)
 
         return plan
 

@@ -436,14 +436,28 @@ _LAUNCH_PLANS = (
         name="evicted-plan-is-still-repeated",
         file=_CACHE,
         old="""\
-        del plans[plan.key]
         plan.drop()
+        heapq.heappop(queue)
 """,
         new="""\
-        del plans[plan.key]
+        heapq.heappop(queue)
 """,
         promise="A repeater launches nothing once its plan was evicted.",
         tests=(_REPEATER,),
+    ),
+    Mutation(
+        name="plan-is-kept-before-it-is-queued",
+        file=_CACHE,
+        old="""\
+            heapq.heappush(queue, (plan.stamp, plan))
+            plans[plan.key] = plan
+""",
+        new="""\
+            plans[plan.key] = plan
+            heapq.heappush(queue, (plan.stamp, plan))
+""",
+        promise="A signal handler may raise while plans change: later calls do what they did.",
+        tests=(_PLAN_CACHE,),
     ),
     Mutation(
         name="cleared-plans-are-still-launched",

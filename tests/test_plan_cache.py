@@ -537,6 +537,41 @@ def test_a_change_may_be_interrupted_anywhere(driver, change, interruption):
     assert len(list(positions)) > 3
 
 
+@pytest.mark.parametrize("change", ["heappop", "heappush", "drop"])
+def test_a_change_that_a_signal_ends_leaves_a_cache_that_works(
+    driver, monkeypatch, change
+):
+    """A handler of signals, Python's own of Ctrl-C, raises wherever it comes."""
+
+    pair = Pair("scale", driver, max_plans=1)
+    tensors = [rows(count) for count in range(1, 6)]
+    pair.call(tensors[0], 0.5, tensors[0])
+
+    with monkeypatch.context() as patch:
+        owner = Plan if change == "drop" else plan_cache.heapq
+        function = getattr(owner, change)
+
+        def end(*arguments):
+            # Before it puts something there, after it has taken something away.
+            if change != "heappush":
+                function(*arguments)
+
+            raise KeyboardInterrupt
+
+        patch.setattr(owner, change, end)
+
+        with pytest.raises(KeyboardInterrupt):
+            pair.planned(tensors[1], 0.5, tensors[1])
+
+    for tensor in (*tensors, *tensors):
+        for _ in range(3):
+            pair.call(tensor, 0.5, tensor)
+            assert pair.info.plans <= 1
+
+    assert pair.info.hits == 20
+    check(pair.planned._cache)
+
+
 def test_an_interrupted_change_waits_for_no_other_thread(driver):
     """One that is in its first call, and may need the change to end."""
 
