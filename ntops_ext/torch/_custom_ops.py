@@ -6,6 +6,7 @@ that eager call.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("ntops_ext", "DEF")
 
@@ -32,7 +33,8 @@ def define(schema, implementation, fake):
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, _EXACT_STRIDES))
 
     def run(*args):
-        with torch.no_grad():
+        # Below autograd PyTorch cannot even be asked for tangents.
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
             return implementation(*args)
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -5,6 +5,8 @@ import math
 
 import torch
 
+from ntops_ext.torch import _layouts
+
 # Tensors whose memory holds their elements; a `Buffer` is one of the first kind.
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -47,16 +49,18 @@ def dispatched(name, tensors, writes):
     """The function of `_compiled` to make a call with, or None where the call goes on as it is.
 
     PyTorch's dispatcher has to see a call where a tensor wraps others (`DTensor`) or stands
-    for none (`FakeTensor`), for its address is no kernel's business, and where a mode or a
-    transform of `torch.func` is active: what is allocated within one may be fake. The
-    definition, which consists of PyTorch's own operators, can do with all of these, except
-    that addresses are compared where something given is written.
+    for none (`FakeTensor`), for its address is no kernel's business, where a mode or a
+    transform of `torch.func` is active: what is allocated within one may be fake, and where
+    `torch.jit.trace` writes down what happens, of which it sees no launch. The definition,
+    which consists of PyTorch's own operators, can do with all of these, except that addresses
+    are compared where something given is written.
 
     :param name: The operator's.
     :param tensors: Those of the call, the one that says where it runs first.
     :param writes: Whether one of them is written.
     :raises NotImplementedError: If `torch.func` differentiates the call, or makes one call after
-        another of one that writes.
+        another of one that writes; if an argument carries a tangent, of which the custom operator
+        would not know.
     """
 
     # Private names for what has no public ones.
@@ -65,6 +69,7 @@ def dispatched(name, tensors, writes):
     if not (
         is_transformed
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
         or _has_dispatch_of_its_own(tensors)
     ):
         return None
@@ -91,6 +96,15 @@ def dispatched(name, tensors, writes):
                     f"`{name}` cannot write under torch.func.vmap: leave out what it is to"
                     f" write, or loop over the calls."
                 )
+
+    if _layouts.is_in_forward_mode() and _layouts.carries_tangents(
+        filter(torch.is_tensor, tensors)
+    ):
+        raise NotImplementedError(
+            f"`{name}` has no forward-mode gradient where PyTorch's dispatcher sees the call"
+            f" (an argument carries a tangent): use the definition in `ntops_ext.reference`,"
+            f" which has one."
+        )
 
     # Imported here, because it is made of the modules that call this function.
     from ntops_ext.torch import _compiled

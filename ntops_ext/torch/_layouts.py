@@ -110,8 +110,14 @@ def requires_grad(tensors):
     if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
         return True
 
-    # A private name for what has no public one: whether any dual level is entered at all.
-    return forward_ad._current_level >= 0 and carries_tangents(tensors)
+    return is_in_forward_mode() and carries_tangents(tensors)
+
+
+def is_in_forward_mode():
+    """Whether tangents could be carried at all."""
+
+    # Private names for what has no public ones: whether a dual level is entered, and whether it counts here.
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def check_can_be_saved(names, arguments):

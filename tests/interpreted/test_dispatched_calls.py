@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -255,3 +256,64 @@ def test_a_conjugated_table_is_named():
 
     with Seen(), pytest.raises(ValueError, match="`rope`.*resolve_conj"):
         qk_norm_rope(torch.randn(1, 2, 1, 8), torch.ones(8), table)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tangents_of_others_do_not_matter_in_a_mode(name):
+    """The level of forward mode is one for all tensors of a thread, with tangents or without."""
+
+    function, input, weight, others = call(name)
+    expected = function(input, weight, *others)
+
+    with forward_ad.dual_level(), Seen():
+        result = function(input, weight, *others)
+
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_tangents_are_refused_in_a_mode(name, position):
+    """Custom operators have none; what is to be written stays what it was."""
+
+    function, *tensors, others = call(name)
+    out = torch.full_like(tensors[0], 7.0)
+
+    with forward_ad.dual_level():
+        tensors[position] = forward_ad.make_dual(
+            tensors[position], torch.ones_like(tensors[position])
+        )
+
+        with Seen() as seen:
+            for keywords in ({}, {"out": out}):
+                with pytest.raises(NotImplementedError, match=f"{name}.*tangent"):
+                    function(*tensors, *others, **keywords)
+
+    assert not seen.names
+    assert torch.equal(out, torch.full_like(out, 7.0))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_linearize_is_refused(name):
+    function, input, weight, others = call(name)
+
+    with pytest.raises(NotImplementedError, match=f"{name}.*tangent"):
+        torch.func.linearize(lambda weight: function(input, weight, *others), weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_jit_trace_records_the_operator(name):
+    """It sees no launch: a graph without the operator would return what an allocation held."""
+
+    function, input, weight, others = call(name)
+
+    for _ in range(3):
+        function(input, weight, *others)
+
+    traced = torch.jit.trace(
+        lambda input: function(input, weight, *others), (input,), check_trace=False
+    )
+
+    assert f"ntops_ext::{name}" in str(traced.graph)
+    assert torch.equal(traced(2 * input), function(2 * input, weight, *others))
