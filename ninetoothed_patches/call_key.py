@@ -42,10 +42,14 @@ def bits(value):
 def is_scalar(value):
     """Whether `value` is immutable and, its type known, equal only to itself.
 
-    A member of an IntEnum is: ntops passes them as constants.
+    A member of an IntEnum is, unless its class has an equality of its own: ntops passes them as constants.
     """
 
-    return type(value) in SCALAR_TYPES or isinstance(value, enum.IntEnum)
+    kind = type(value)
+
+    return kind in SCALAR_TYPES or (
+        isinstance(value, enum.IntEnum) and kind.__eq__ is int.__eq__
+    )
 
 
 def scalar_fits(given, seen):

@@ -67,6 +67,14 @@ _ABI = "ninetoothed_patches/triton_abi.py"
 
 _LAUNCH_PLANS = (
     Mutation(
+        name="enumerations-with-an-equality-of-their-own",
+        file=_KEY,
+        old=" and kind.__eq__ is int.__eq__",
+        new="",
+        promise="Two members that call themselves equal launch what each one's twin does.",
+        tests=(_HAZARDS,),
+    ),
+    Mutation(
         name="key-without-strides",
         file=_KEY,
         old='                layout += [f"{name}.stride()", f"{name}.dtype"]\n',
