@@ -1207,6 +1207,34 @@ _ARGUMENTS = (
         tests=(_DISPATCHED,),
     ),
     Mutation(
+        name="saved-parameters-of-another-width",
+        file="ntops_ext/torch/_gated_rms_norm_backward.py",
+        old="""\
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            _checks.check_shape(""",
+        new="""\
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if False:
+            _checks.check_shape(""",
+        promise="No kernel reads behind a tensor that a hook has made shorter.",
+        tests=(
+            _GATED_BACKWARD_KERNEL
+            + "::test_what_a_hook_makes_of_saved_tensors_is_checked",
+        ),
+    ),
+    Mutation(
+        name="saved-negatives-are-taken-for-their-positives",
+        file="ntops_ext/torch/_gated_rms_norm_backward.py",
+        old="    if any(map(torch.Tensor.is_neg, tensors)):\n",
+        new="    if False:\n",
+        promise="A saved tensor that a hook has negated lazily is refused by name.",
+        tests=(
+            _GATED_BACKWARD_KERNEL
+            + "::test_what_a_hook_makes_of_saved_tensors_is_checked",
+        ),
+    ),
+    Mutation(
         name="jit-traces-do-not-see-the-operator",
         file="ntops_ext/torch/_launch.py",
         old="        or torch._C._is_tracing()\n",

@@ -442,6 +442,38 @@ def test_a_gradient_of_another_shape_is_refused(device):
         backward(grad_output[:2], *tensors, *options, (True,) * 4)
 
 
+@pytest.mark.parametrize("position", range(4), ids=NAMES)
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        pytest.param(lambda saved: saved.double(), TypeError, id="dtype"),
+        pytest.param(lambda saved: saved[..., :32], ValueError, id="shape"),
+        pytest.param(torch._neg_view, ValueError, id="negated"),
+        pytest.param(lambda saved: saved.to("meta"), ValueError, id="device"),
+    ],
+)
+def test_what_a_hook_makes_of_saved_tensors_is_checked(device, position, change, error):
+    """No kernel reads behind a tensor that a hook has made shorter, or takes a value for its negative."""
+
+    grad_output, tensors, options = make(device, bias=True)
+    # A negative has the layout of what it is the negative of.
+    gradients(grad_output, tensors, options)
+    input, weight, gate, bias = (tensor.requires_grad_() for tensor in tensors)
+    unpacked = iter(range(4))
+
+    def unpack(saved):
+        return change(saved) if next(unpacked) == position else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+        output = gated_rms_norm(input, weight, gate, bias=bias)
+
+    # Where the input is another one, the gradient is what differs.
+    with pytest.raises(error, match=f"`{NAMES[position]}`"):
+        output.backward(grad_output)
+
+    assert all(tensor.grad is None for tensor in tensors)
+
+
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_wide_groups(device, small_pieces, norm_before_gate):
     """Taken in pieces, of which the last is not whole; each group has its own parameters."""

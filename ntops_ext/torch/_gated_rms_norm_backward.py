@@ -133,8 +133,9 @@ def backward(
     :param needs_input_grad: Which of the four are needed.
     :return: New contiguous tensors, each of the dtype of its own tensor; None where none is
         needed, or the tensor is absent.
-    :raises TypeError: If `grad_output` is not a dense tensor of one of the dtypes.
-    :raises ValueError: If it is of another shape or on another device than `input`.
+    :raises TypeError: If a tensor is not a dense one of one of the dtypes.
+    :raises ValueError: If one is of another shape than its call could have, or on another device than `input`, or if
+        one that was saved is a lazily negated view.
     :raises NotImplementedError: If a kernel is to compute the gradients of several at once.
     """
 
@@ -146,6 +147,12 @@ def backward(
 
     arguments = (grad_output, input, weight, gate, bias)
     tensors = [tensor for tensor in arguments if tensor is not None]
+
+    if any(map(torch.Tensor.is_neg, tensors)):
+        for name, tensor in zip(_NAMES, arguments, strict=True):
+            if tensor is not None:
+                _checks.check_tensor(name, tensor)
+
     options = (eps, group_size, norm_before_gate, activation, weight_offset)
     is_present = tuple(tensor is not None for tensor in arguments)
     mode = (*options, *map(type, options), *is_present)
@@ -209,13 +216,35 @@ def _check_layout(
     activation,
     weight_offset,
 ):
-    """Check what autograd does not know of, and work out the launches."""
+    """Check what autograd does not know of, and work out the launches.
 
-    _checks.check_dtype("grad_output", grad_output, _checks.FLOATING_DTYPES)
-    _checks.check_device("grad_output", grad_output, "input", input)
-    _checks.check_shape("grad_output", grad_output, input.shape, "the shape of `input`")
+    What was saved was checked by the call, but a hook may have put something else in its place.
+    """
+
+    _checks.check_dtype("input", input, _checks.FLOATING_DTYPES)
+
+    for name, tensor in (
+        ("grad_output", grad_output),
+        ("gate", gate),
+        ("weight", weight),
+        ("bias", bias),
+    ):
+        if tensor is not None:
+            _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
+            _checks.check_device(name, tensor, "input", input)
 
     num_columns = input.shape[-1]
+
+    for name, tensor in (("grad_output", grad_output), ("gate", gate)):
+        if tensor is not None:
+            _checks.check_shape(name, tensor, input.shape, "the shape of `input`")
+
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            _checks.check_shape(
+                name, tensor, (num_columns,), "one element a column of `input`"
+            )
+
     group_size = num_columns if group_size is None else int(group_size)
     arguments = (grad_output, input, weight, gate, bias)
     unaddressable = tuple(
