@@ -1235,6 +1235,14 @@ _ARGUMENTS = (
         ),
     ),
     Mutation(
+        name="threads-share-the-interpreter",
+        file="ntops_ext/torch/_launch.py",
+        old="            with _INTERPRETER.held():\n                handle(*args)\n",
+        new="            handle(*args)\n",
+        promise="Threads may call operators whose kernels are interpreted.",
+        tests=("tests/interpreted/test_interpreter_threads.py",),
+    ),
+    Mutation(
         name="jit-traces-do-not-see-the-operator",
         file="ntops_ext/torch/_launch.py",
         old="        or torch._C._is_tracing()\n",

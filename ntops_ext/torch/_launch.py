@@ -5,12 +5,16 @@ import math
 
 import torch
 
+from ninetoothed_patches.locks import ProcessLock
 from ntops_ext.torch import _layouts
 
 # Tensors whose memory holds their elements; a `Buffer` is one of the first kind.
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+# While a kernel runs in it, Triton's interpreter has put functions of its own in the place of Triton's.
+_INTERPRETER = ProcessLock()
 
 
 def runs_kernel(tensor):
@@ -159,7 +163,13 @@ def launch(handle, device, *args):
 
 def _launch(handle, device, *args):
     if device.type == "cpu":
-        handle(*args)
+        from ninetoothed_patches import host_driver
+
+        if host_driver.interpreter_is_on():
+            with _INTERPRETER.held():
+                handle(*args)
+        else:
+            handle(*args)
 
         return
 
