@@ -260,11 +260,13 @@ def gated_rms_norm_backward_config(
             columns_per_piece=piece,
         )
 
+    # In one warp nobody waits for anybody: 4 rows of 128 columns took 1.16 times the floor, 8 on two warps
+    # 1.17, and of 4096 rows in all 1.50 and 1.68.
     if lanes <= 128:
         return GatedRMSNormBackwardConfig(
-            rows_per_step=1024 // lanes,
-            num_warps=2,
-            max_row_blocks=_row_blocks(4, groups_per_row),
+            rows_per_step=min(512 // lanes, 16),
+            num_warps=1,
+            max_row_blocks=_row_blocks(8, groups_per_row),
         )
 
     # 8 columns a thread; of 4096 and more 16, which take all registers.

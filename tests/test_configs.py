@@ -207,8 +207,8 @@ def test_next_power_of_2(value, expected):
         *((4096, 227, 4), (4096, 99, 4), (4096, 64, 2), (4096, 32, 1)),
         # Five pieces of 1024 columns: 30 KiB, beside 24.
         *((5120, 99, 3), (5120, 64, 2), (5120, 48, 1)),
-        # 8 rows at once: 6 KiB, beside 8.
-        *((128, 24, 3), (128, 16, 2), (128, 8, 1)),
+        # 4 rows at once: 3 KiB, beside 6.
+        *((128, 24, 3), (128, 10, 2), (128, 8, 1)),
     ],
 )
 def test_what_is_on_its_way_fits_in_shared_memory(group_size, kilobytes, stages):
