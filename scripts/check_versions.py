@@ -126,6 +126,7 @@ def _tests(file, *names):
 _PLANS = _files(
     "test_call_key",
     "test_launch_differential",
+    "test_launch_fuzz",
     "test_plan_cache",
     "test_triton_abi",
     "test_triton_runtime_auto_tuning",
@@ -165,6 +166,7 @@ TESTS = {
                 "test_gated_rms_norm_offline",
                 "test_a_row_of_one_warp_needs_no_barrier",
                 "test_accesses_of_a_column_slice_are_wide",
+                "test_accesses_of_a_row_that_programs_share",
                 "test_it_compiles_for_an_amd_gpu",
             ),
             *_tests(
@@ -202,6 +204,7 @@ TESTS = {
         some=(
             *_tests(
                 "interpreted/test_gated_rms_norm",
+                "test_a_row_that_programs_share",
                 "test_activations",
                 "test_column_slices_of_real_models",
                 "test_each_tensor_may_have_its_own_layout",
