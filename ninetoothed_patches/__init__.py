@@ -137,14 +137,23 @@ def repeater(handle, *arguments):
     That the tensors behind the addresses have the shapes, strides, dtypes and device of `arguments`, and that the scalars
     are the same, is for the caller to see to: nothing checks it.
 
-    :param handle: A handle with plans.
+    :param handle: A handle with plans; for one without there is no such function.
     :param arguments: A call's arguments, by position.
     :return: The function, or None if there is no plan for such a call yet, or can be none: after the call has been made
         there may be one. There is none where more than type and alignment of a tensor decide which kernel is launched:
         for AMD, the size of its storage.
+    :raises TypeError: If `handle` is nothing that `ninetoothed.make` returned, with or without plans.
     """
 
-    return handle.repeater(*arguments) if hasattr(handle, "repeater") else None
+    if hasattr(handle, "repeater"):
+        return handle.repeater(*arguments)
+
+    if not hasattr(handle, "_launch"):
+        raise TypeError(
+            f"`handle` must be what `ninetoothed.make` returned, but is of type {type(handle).__qualname__}."
+        )
+
+    return None
 
 
 def cache_info():

@@ -77,7 +77,7 @@ def run(case, num_tokens, dtype_name, device):
     where = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
     print(
         f"{case.name:28} {dtype_name} {str(tuple(output.shape)):18} {case.layout:24}"
-        f" {case.mode:44} NineToothed on {where}  error {error:.2f}"
+        f" {case.mode:44} NineToothed on {where}  error {error:.2f} of 1"
         f"  {'ok' if is_right else 'FAILED'}",
         flush=True,
     )

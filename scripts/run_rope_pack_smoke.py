@@ -147,8 +147,9 @@ def _run(case, device):
         reference.rotation_error(one, other)
         for one, other in zip(actual, expected, strict=True)
     )
-    verdict = f"largest error {error:.2f} units in the last place"
-    is_right = error <= MAX_ERROR[case.dtype]
+    most = MAX_ERROR[case.dtype]
+    verdict = f"largest error {error:.2f} of {most:g} units in the last place"
+    is_right = error <= most
 
     if device == "cuda":
         rounding = eager_rounding(dtype, case.head_dim, device)

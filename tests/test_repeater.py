@@ -215,3 +215,9 @@ def test_there_is_none_for_a_handle_without_plans(driver):
     handle = launch_kernels.scale()
     handle(x, 0.5, x)
     assert ninetoothed_patches.repeater(handle, x, 0.5, x) is None
+
+
+@pytest.mark.parametrize("handle", [print, None, "scale"], ids=str)
+def test_what_is_no_handle_is_refused(handle):
+    with pytest.raises(TypeError, match=f"`handle` .* {type(handle).__qualname__}"):
+        ninetoothed_patches.repeater(handle, torch.zeros(1))

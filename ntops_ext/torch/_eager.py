@@ -78,7 +78,8 @@ class RoundingCache:
         if device.type == "cpu":
             return default_rounding(
                 head_dim,
-                "on the CPU kernels run in Triton's interpreter, which rounds otherwise",
+                "nothing is compared on the CPU, where the chain itself computes, or Triton's"
+                " interpreter, which rounds otherwise",
             )
 
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

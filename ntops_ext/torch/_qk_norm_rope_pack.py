@@ -268,7 +268,8 @@ def _check_shapes(q, k_out, v_out, k_prefix, v_prefix, k_src=None, v_src=None):
         "k_out": (
             k_out,
             prefix + tokens,
-            "(batch, prefix + tokens, kv_heads, head_dim)",
+            "(batch, prefix + tokens, kv_heads, head_dim), of which batch, tokens and"
+            " head_dim are those of `q`",
         ),
         "v_out": (v_out, prefix + tokens, "the shape of `k_out`"),
         "k_src": (k_src, tokens, "(batch, tokens, kv_heads, head_dim)"),
