@@ -1207,6 +1207,22 @@ _ARGUMENTS = (
         tests=(_DISPATCHED,),
     ),
     Mutation(
+        name="gradients-of-gated-rms-norm-are-not-dispatched",
+        file="ntops_ext/torch/_gated_rms_norm_backward.py",
+        old='_launch.dispatched("gated_rms_norm_backward", given, False)',
+        new="None",
+        promise="No kernel gets an incoming gradient that has no memory; a mode sees a backward pass.",
+        tests=(_DISPATCHED,),
+    ),
+    Mutation(
+        name="gradients-of-qk-norm-rope-are-not-dispatched",
+        file="ntops_ext/torch/_qk_norm_rope_backward.py",
+        old="    if as_operator is not None:\n",
+        new="    if False:\n",
+        promise="No kernel gets an incoming gradient that has no memory; a mode sees a backward pass.",
+        tests=(_DISPATCHED,),
+    ),
+    Mutation(
         name="saved-parameters-of-another-width",
         file="ntops_ext/torch/_gated_rms_norm_backward.py",
         old="""\

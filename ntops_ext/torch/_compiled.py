@@ -73,6 +73,42 @@ def gated_rms_norm(
     return out
 
 
+def gated_rms_norm_backward(
+    grad_output,
+    input,
+    weight,
+    gate,
+    bias,
+    eps,
+    group_size,
+    norm_before_gate,
+    activation,
+    weight_offset,
+    needs_input_grad,
+):
+    """The gradients of a call of plain tensors, where the dispatcher has to see them."""
+
+    tensors = (input, weight, gate, bias)
+    eps, group_size, weight_offset = _gated_rms_norm.check_call(
+        *tensors,
+        None,
+        eps,
+        group_size,
+        norm_before_gate,
+        activation,
+        weight_offset,
+    )
+    options = (eps, group_size, norm_before_gate, activation, weight_offset)
+    needs = [
+        is_needed and tensor is not None
+        for is_needed, tensor in zip(needs_input_grad, tensors, strict=True)
+    ]
+
+    return _where_needed(
+        _gated_rms_norm_backward_operator(grad_output, *tensors, *options, needs), needs
+    )
+
+
 def qk_norm_rope(input, weight, rope, eps, out):
     """`ntops_ext.torch.qk_norm_rope`, traced."""
 
@@ -91,6 +127,20 @@ def qk_norm_rope(input, weight, rope, eps, out):
     _qk_norm_rope_out_operator(input, weight, table, eps, out)
 
     return out
+
+
+def qk_norm_rope_backward(grad_output, input, weight, rope, eps, needs_input_grad):
+    """Likewise of `qk_norm_rope`."""
+
+    _qk_norm_rope.check_call(input, weight, rope, None)
+    needs = needs_input_grad[:2]
+
+    return _where_needed(
+        _qk_norm_rope_backward_operator(
+            grad_output, input, weight, _real_table(rope), _checks.check_eps(eps), needs
+        ),
+        needs,
+    )
 
 
 def qk_norm_rope_pack_(
@@ -171,6 +221,16 @@ def _present(tensors):
     return [tensor for tensor in tensors if tensor is not None]
 
 
+def _where_needed(gradients, needs_input_grad):
+    """Those that a custom operator returns, and None in the places of the others."""
+
+    gradients = iter(gradients)
+
+    return tuple(
+        next(gradients) if is_needed else None for is_needed in needs_input_grad
+    )
+
+
 def _fake_gradients(tensors, needs_input_grad):
     return [
         _contiguous_like(tensor)
@@ -192,18 +252,13 @@ def _differentiate(operator, backward_operator, num_tensors, num_differentiable)
 
     def backward(ctx, grad_output):
         needs_input_grad = ctx.needs_input_grad[:num_differentiable]
-        gradients = iter(
-            backward_operator(
-                grad_output, *ctx.saved_tensors, *ctx.options, needs_input_grad
-            )
+        gradients = backward_operator(
+            grad_output, *ctx.saved_tensors, *ctx.options, needs_input_grad
         )
 
-        return tuple(
-            next(gradients) if is_needed else None
-            for is_needed in (
-                *needs_input_grad,
-                *(False for _ in ctx.needs_input_grad[num_differentiable:]),
-            )
+        return (
+            *_where_needed(gradients, needs_input_grad),
+            *(None for _ in ctx.needs_input_grad[num_differentiable:]),
         )
 
     def refuse(ctx, *grad_outputs):

@@ -142,6 +142,19 @@ def backward(
     if _launch.runs_kernel(input):
         _launch.check_gradients_are_not_batched("gated_rms_norm", grad_output)
 
+    options = (eps, group_size, norm_before_gate, activation, weight_offset)
+    given = [
+        tensor
+        for tensor in (input, weight, gate, bias, grad_output)
+        if tensor is not None
+    ]
+    as_operator = _launch.dispatched("gated_rms_norm_backward", given, False)
+
+    if as_operator is not None:
+        return as_operator(
+            grad_output, input, weight, gate, bias, *options, needs_input_grad
+        )
+
     if grad_output.is_neg():
         grad_output = grad_output.resolve_neg()
 
@@ -153,7 +166,6 @@ def backward(
             if tensor is not None:
                 _checks.check_tensor(name, tensor)
 
-    options = (eps, group_size, norm_before_gate, activation, weight_offset)
     is_present = tuple(tensor is not None for tensor in arguments)
     mode = (*options, *map(type, options), *is_present)
     layout = _layouts_of_calls.get(mode, tensors, arguments, *options)

@@ -10,6 +10,7 @@ from ntops_ext.torch import _checks, _heads, _layouts, _partial_sums, _rows
 from ntops_ext.torch._chunks import MAX_OFFSET, plan_chunks
 from ntops_ext.torch._launch import (
     check_gradients_are_not_batched,
+    dispatched,
     launch,
     runs_kernel,
 )
@@ -62,6 +63,13 @@ def backward(grad_output, input, weight, rope, eps, needs_input_grad):
 
     if runs_kernel(input):
         check_gradients_are_not_batched("qk_norm_rope", grad_output)
+
+    as_operator = dispatched(
+        "qk_norm_rope_backward", (input, weight, rope, grad_output), False
+    )
+
+    if as_operator is not None:
+        return as_operator(grad_output, input, weight, rope, eps, needs_input_grad)
 
     if isinstance(grad_output, torch.Tensor):
         grad_output = grad_output.resolve_neg()

@@ -154,6 +154,73 @@ def test_a_mode_sees_the_operator(name):
     assert torch.equal(result, expected)
 
 
+def recorded(name):
+    """A result of a plain call, its two leaves, and their gradients for an incoming one of ones."""
+
+    function, input, weight, others = call(name)
+    leaves = input.requires_grad_(), weight.requires_grad_()
+    output = function(*leaves, *others)
+    expected = torch.autograd.grad(function(*leaves, *others).sum(), leaves)
+
+    return output, leaves, expected
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_mode_sees_the_gradients(name, create_graph):
+    """Also of a call that was made outside of it."""
+
+    output, leaves, expected = recorded(name)
+    incoming = torch.ones_like(output)
+
+    with Seen() as seen:
+        gradients = torch.autograd.grad(
+            output, leaves, incoming, create_graph=create_graph
+        )
+
+    assert seen.names == [f"ntops_ext::{name}_backward"]
+
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, other)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("place", ["incoming", "saved"])
+def test_a_wrapper_in_the_backward_pass_is_computed_by_what_it_wraps(name, place):
+    """An incoming gradient of a plain call, or what a hook makes of the tensors that it saves."""
+
+    _, _, expected = recorded(name)
+    incoming = torch.ones_like(expected[0])
+
+    if place == "incoming":
+        output, leaves, _ = recorded(name)
+        incoming = Wrapper(incoming)
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, Wrapper):
+            output, leaves, _ = recorded(name)
+
+    gradients = torch.autograd.grad(output, leaves, incoming)
+
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert type(gradient) is Wrapper
+        assert torch.equal(gradient.inner, other)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_gradients(name):
+    """Of a call that was made outside of the mode: nothing is launched."""
+
+    output, leaves, _ = recorded(name)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gradients = torch.autograd.grad(output, leaves, torch.ones(output.shape))
+
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        assert isinstance(gradient, FakeTensor)
+        assert gradient.shape == leaf.shape
+        assert gradient.is_contiguous()
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_call_of_plain_tensors_does_not_go_through_the_dispatcher(name):
     """It calls no custom operator, which would cost more than the launch; in a mode it does, however often it came before."""
