@@ -32,20 +32,22 @@ class _Entry:
             self.package.__all__.append(self.name)
 
     def remove(self):
-        if vars(self.package).get(self.name) is not self.value:
+        present = vars(self.package).get(self.name, _ABSENT)
+
+        if present is not self.value and present is not _ABSENT:
             # Somebody else has put something there since: it is not ours to take away.
             return
 
-        if self.previous is _ABSENT:
-            delattr(self.package, self.name)
-        else:
+        if self.previous is not _ABSENT:
             setattr(self.package, self.name, self.previous)
+        elif present is not _ABSENT:
+            delattr(self.package, self.name)
 
         if not self.was_listed and self.name in self.package.__all__:
             self.package.__all__.remove(self.name)
 
 
-# What this process has registered, by the package's and its own name.
+# What this process has registered, by the package, which may be imported anew, and its own name.
 _entries = {}
 
 
@@ -69,11 +71,11 @@ def register(*, replace: bool = False) -> tuple[str, ...]:
 
     members = _members()
 
-    for key, (package, value) in members.items():
-        name = key[1]
+    for (package_name, name), (package, value) in members.items():
+        key = (package, name)
         previous = vars(package).get(name, _ABSENT)
 
-        if previous is value:
+        if previous is value or (previous is _ABSENT and _is_listed_by_us(key)):
             if key in _entries:
                 # The list may be a new one, where the package was reloaded.
                 _entries[key].add()
@@ -85,7 +87,7 @@ def register(*, replace: bool = False) -> tuple[str, ...]:
         if is_taken and not replace:
             warnings.warn(
                 f"{package.__name__} has a {name} of its own, which stays;"
-                f" `ntops_ext.{key[0]}.{name}` is ours. `register(replace=True)` puts ours"
+                f" `ntops_ext.{package_name}.{name}` is ours. `register(replace=True)` puts ours"
                 f" in its place.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -118,6 +120,10 @@ def unregister() -> None:
     while _entries:
         _, entry = _entries.popitem()
         entry.remove()
+
+
+def _is_listed_by_us(key):
+    return key in _entries and not _entries[key].was_listed
 
 
 def _members():

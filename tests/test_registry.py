@@ -179,6 +179,44 @@ def test_a_reloaded_package_is_completed(ntops):
     assert ntops.torch.__all__ == ["add", *FUNCTIONS]
 
 
+def test_a_package_that_was_imported_anew_is_another(ntops, monkeypatch):
+    """What was registered with the former one is undone there, too."""
+
+    before = state(ntops)
+    ntops_ext.register()
+    other = make_ntops(monkeypatch)
+    ntops_ext.register()
+
+    assert "gated_rms_norm" in other.torch.__all__
+
+    ntops_ext.unregister()
+
+    for packages in (other, ntops):
+        assert not hasattr(packages.torch, "gated_rms_norm")
+        assert packages.torch.__all__ == before["ntops.torch"]["__all__"]
+        assert packages.kernels.__all__ == before["ntops.kernels"]["__all__"]
+
+
+@pytest.mark.parametrize("is_registered_again", [False, True])
+def test_a_member_that_was_deleted(ntops, is_registered_again):
+    """Its name is still in the list, because of us: registering again restores it, unregistering takes it out."""
+
+    before = state(ntops)
+    ntops_ext.register()
+    del ntops.torch.gated_rms_norm
+
+    if is_registered_again:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ntops_ext.register()
+
+        assert ntops.torch.gated_rms_norm is ntops_ext.torch.gated_rms_norm
+
+    ntops_ext.unregister()
+
+    assert state(ntops) == before
+
+
 def replace_torch(ntops):
     """What InfiniCore does when it is imported."""
 
