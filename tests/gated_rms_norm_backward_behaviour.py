@@ -448,6 +448,7 @@ def test_a_gradient_of_another_shape_is_refused(device):
     [
         pytest.param(lambda saved: saved.double(), TypeError, id="dtype"),
         pytest.param(lambda saved: saved[..., :32], ValueError, id="shape"),
+        pytest.param(lambda saved: saved.flatten()[0], ValueError, id="scalar"),
         pytest.param(torch._neg_view, ValueError, id="negated"),
         pytest.param(lambda saved: saved.to("meta"), ValueError, id="device"),
     ],

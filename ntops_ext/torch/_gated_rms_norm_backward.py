@@ -245,11 +245,12 @@ def _check_layout(
             _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
             _checks.check_device(name, tensor, "input", input)
 
-    num_columns = input.shape[-1]
-
     for name, tensor in (("grad_output", grad_output), ("gate", gate)):
         if tensor is not None:
             _checks.check_shape(name, tensor, input.shape, "the shape of `input`")
+
+    # Columns there are: `grad_output` has some.
+    num_columns = input.shape[-1]
 
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
