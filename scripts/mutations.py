@@ -1253,10 +1253,22 @@ _ARGUMENTS = (
     Mutation(
         name="threads-share-the-interpreter",
         file="ntops_ext/torch/_launch.py",
-        old="            with _INTERPRETER.held():\n                handle(*args)\n",
-        new="            handle(*args)\n",
+        old="    with _INTERPRETER.held():\n",
+        new="    if True:\n",
         promise="Threads may call operators whose kernels are interpreted.",
-        tests=("tests/interpreted/test_interpreter_threads.py",),
+        tests=(
+            "tests/interpreted/test_interpreter_threads.py::test_threads_take_turns",
+        ),
+    ),
+    Mutation(
+        name="the-interpreter-loses-its-place",
+        file="ntops_ext/torch/_launch.py",
+        old="            state.update(before)\n",
+        new="            pass\n",
+        promise="A call in the midst of an interpreted kernel leaves that one its programs.",
+        tests=(
+            "tests/interpreted/test_interpreter_threads.py::test_a_call_in_the_midst_of_another",
+        ),
     ),
     Mutation(
         name="jit-traces-do-not-see-the-operator",

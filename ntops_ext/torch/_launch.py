@@ -1,5 +1,6 @@
 """Where an operator runs: on which device, as a kernel or as its definition, and who has to see the call before."""
 
+import contextlib
 import functools
 import math
 
@@ -161,12 +162,31 @@ def launch(handle, device, *args):
         raise source_files.name_triton_cache(error) from error.__cause__
 
 
+@contextlib.contextmanager
+def _interpreter():
+    """Hold Triton's interpreter, and leave it at the program at which it was.
+
+    A finalizer or a signal handler may call in the midst of a kernel of the same thread.
+    """
+
+    from triton.runtime import interpreter
+
+    with _INTERPRETER.held():
+        state = vars(interpreter.interpreter_builder)
+        before = dict(state)
+
+        try:
+            yield
+        finally:
+            state.update(before)
+
+
 def _launch(handle, device, *args):
     if device.type == "cpu":
         from ninetoothed_patches import host_driver
 
         if host_driver.interpreter_is_on():
-            with _INTERPRETER.held():
+            with _interpreter():
                 handle(*args)
         else:
             handle(*args)
