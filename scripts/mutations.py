@@ -1225,14 +1225,8 @@ _ARGUMENTS = (
     Mutation(
         name="saved-parameters-of-another-width",
         file="ntops_ext/torch/_gated_rms_norm_backward.py",
-        old="""\
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            _checks.check_shape(""",
-        new="""\
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if False:
-            _checks.check_shape(""",
+        old='        parameters=(("weight", weight), ("bias", bias)),\n',
+        new="        parameters=(),\n",
         promise="No kernel reads behind a tensor that a hook has made shorter.",
         tests=(
             _GATED_BACKWARD_KERNEL
@@ -2145,8 +2139,8 @@ _LAUNCHES = (
     Mutation(
         name="prepared-in-place-as-elsewhere",
         file=_CALL_OF_NORM,
-        old="            layout.addresses,\n            may_share,\n",
-        new="            layout.addresses,\n            layout.may_share,\n",
+        old="            verdict=may_share,\n",
+        new="            verdict=layout.may_share,\n",
         promise="`out` may be `input`.",
         tests=(_PREPARED,),
     ),

@@ -34,6 +34,14 @@ def check_tensor(name, value):
         )
 
 
+def check_tensors(names, values):
+    """`check_tensor` of each that is not None."""
+
+    for name, value in zip(names, values, strict=True):
+        if value is not None:
+            check_tensor(name, value)
+
+
 def check_kind(name, value):
     """Refuse what has no shape and strides.
 
@@ -130,6 +138,27 @@ def check_shape(name, tensor, expected, meaning):
             f"`{name}` must have {meaning}, {tuple(expected)}, but has shape"
             f" {tuple(tensor.shape)}."
         )
+
+
+def check_operands(input, rows, parameters):
+    """Refuse what does not go with `input`, of shape `(..., N)`; None is an absent tensor.
+
+    :param rows: Pairs of a name and a tensor of the shape of `input`.
+    :param parameters: Pairs of a name and a tensor of shape `(N,)`.
+    """
+
+    shape = tuple(input.shape)
+    expected = (
+        (rows, shape, "the shape of `input`"),
+        (parameters, shape[-1:], "one element a column of `input`"),
+    )
+
+    for pairs, expected_shape, meaning in expected:
+        for name, tensor in pairs:
+            if tensor is not None:
+                check_dtype(name, tensor, FLOATING_DTYPES)
+                check_device(name, tensor, "input", input)
+                check_shape(name, tensor, expected_shape, meaning)
 
 
 def check_number(name, value):

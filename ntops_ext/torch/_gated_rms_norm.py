@@ -133,9 +133,7 @@ def compute(
         return result
 
     if any(map(torch.Tensor.is_neg, tensors)):
-        for name, tensor in zip(_NAMES, arguments, strict=True):
-            if tensor is not None:
-                _checks.check_tensor(name, tensor)
+        _checks.check_tensors(_NAMES, arguments)
 
     may_share = layout.may_share
     is_differentiated = _layouts.requires_grad(tensors)
@@ -218,7 +216,10 @@ def compute(
         launches = _launches(
             layout,
             may_share,
-            *(input, weight, gate, bias),
+            input,
+            weight,
+            gate,
+            bias,
             norm_before_gate,
             activation,
             result,
@@ -259,9 +260,9 @@ def _prepare(layout, may_share, whole_call, handle, launched, names, result):
         **_prepared.for_result(
             whole_call[-1],
             result,
-            layout.addresses,
-            may_share,
-            _layouts_of_calls.remember_addresses,
+            found=layout.addresses,
+            verdict=may_share,
+            remember=_layouts_of_calls.remember_addresses,
         ),
     )
 
@@ -367,17 +368,11 @@ def check_call(
             f" offsets in 32 bits, but has shape {tuple(input.shape)}."
         )
 
-    if gate is not None:
-        _check_operand("gate", gate, input)
-        _checks.check_shape("gate", gate, input.shape, "the shape of `input`")
-
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            _check_operand(name, parameter, input)
-            _checks.check_shape(
-                name, parameter, (num_columns,), "one element a column of `input`"
-            )
-
+    _checks.check_operands(
+        input,
+        rows=(("gate", gate),),
+        parameters=(("weight", weight), ("bias", bias)),
+    )
     _check_group_size(group_size, num_columns)
     eps = _checks.check_eps(eps)
     _checks.check_number("weight_offset", weight_offset)
@@ -414,11 +409,6 @@ def check_call(
 _layouts_of_calls = _layouts.Layouts(
     _NAMES, ("weight", "gate", "bias", "out"), _check_layout
 )
-
-
-def _check_operand(name, tensor, input):
-    _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
-    _checks.check_device(name, tensor, "input", input)
 
 
 def _check_group_size(group_size, num_columns):

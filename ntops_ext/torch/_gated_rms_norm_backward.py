@@ -162,9 +162,7 @@ def backward(
     tensors = [tensor for tensor in arguments if tensor is not None]
 
     if any(map(torch.Tensor.is_neg, tensors)):
-        for name, tensor in zip(_NAMES, arguments, strict=True):
-            if tensor is not None:
-                _checks.check_tensor(name, tensor)
+        _checks.check_tensors(_NAMES, arguments)
 
     is_present = tuple(tensor is not None for tensor in arguments)
     mode = (*options, *map(type, options), *is_present)
@@ -235,29 +233,13 @@ def _check_layout(
 
     _checks.check_dtype("input", input, _checks.FLOATING_DTYPES)
 
-    for name, tensor in (
-        ("grad_output", grad_output),
-        ("gate", gate),
-        ("weight", weight),
-        ("bias", bias),
-    ):
-        if tensor is not None:
-            _checks.check_dtype(name, tensor, _checks.FLOATING_DTYPES)
-            _checks.check_device(name, tensor, "input", input)
+    _checks.check_operands(
+        input,
+        rows=(("grad_output", grad_output), ("gate", gate)),
+        parameters=(("weight", weight), ("bias", bias)),
+    )
 
-    for name, tensor in (("grad_output", grad_output), ("gate", gate)):
-        if tensor is not None:
-            _checks.check_shape(name, tensor, input.shape, "the shape of `input`")
-
-    # Columns there are: `grad_output` has some.
     num_columns = input.shape[-1]
-
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            _checks.check_shape(
-                name, tensor, (num_columns,), "one element a column of `input`"
-            )
-
     group_size = num_columns if group_size is None else int(group_size)
     arguments = (grad_output, input, weight, gate, bias)
     unaddressable = tuple(

@@ -67,7 +67,7 @@ class CheckedAddresses:
     written: tuple
 
 
-def for_result(out, result, found, verdict, remember):
+def for_result(out, result, *, found, verdict, remember):
     """What `PreparedCalls.prepare` is told of an operator whose one result is `out`, where that is given, or allocated.
 
     :param out: The argument, or None.

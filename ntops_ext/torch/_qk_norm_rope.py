@@ -204,9 +204,11 @@ def _prepare(layout, whole_call, handle, launched):
         launched,
         addressed=("input", "out", "weight", "rope"),
         **_prepared.for_result(
-            *(whole_call[-1], launched[1], layout.addresses),
-            True,
-            layouts.remember_addresses,
+            whole_call[-1],
+            launched[1],
+            found=layout.addresses,
+            verdict=True,
+            remember=layouts.remember_addresses,
         ),
     )
 
