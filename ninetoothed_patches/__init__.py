@@ -16,6 +16,7 @@ __all__ = [
     "apply",
     "cache_info",
     "clear_plans",
+    "has_dependent_launch",
     "is_applied",
     "make",
     "planned",
@@ -154,6 +155,29 @@ def repeater(handle, *arguments):
         )
 
     return None
+
+
+def has_dependent_launch(device):
+    """Whether a plan may start its kernel on `device` before the kernel in front of it on the stream has ended.
+
+    It does where the kernel itself waits for that one (docs/launch_plans.md). That takes an NVIDIA GPU of compute
+    capability 9.0, and Triton 3.5.
+
+    :param device: A `torch.device`.
+    """
+
+    import torch
+
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+
+    from triton.backends.compiler import GPUTarget
+
+    from ninetoothed_patches import triton_abi
+
+    major, minor = torch.cuda.get_device_capability(device)
+
+    return triton_abi.has_dependent_launch(GPUTarget("cuda", 10 * major + minor, 32))
 
 
 def cache_info():

@@ -150,7 +150,12 @@ class LaunchForm:
             *arguments,
         )
         launcher = compiled.run
-        launch, given = triton_abi.c_launch(launcher, template) or (launcher, template)
+        c_launch = triton_abi.c_launch(
+            launcher,
+            template,
+            is_dependent=triton_abi.waits_for_previous_kernel(compiled),
+        )
+        launch, given = c_launch or (launcher, template)
         roles = {id(stream): "stream"}
         roles |= {id(size): f"grid_{axis}" for axis, size in enumerate(grid)}
 

@@ -9,6 +9,7 @@ has tried may not be the same. docs/results/README.md has the versions that were
 import copy
 import dataclasses
 import functools
+import inspect
 import os
 import re
 
@@ -253,7 +254,29 @@ def winner_has_hook(tuner):
     return tuner.best_config.pre_hook is not None
 
 
-def c_launch(launcher, arguments):
+def has_dependent_launch(target):
+    """Whether a launch on `target` may start before the kernel in front of it has ended, if it says that it waits itself:
+    programmatic dependent launch, of NVIDIA's GPUs from compute capability 9.0 on, by Triton from 3.5 on.
+    """
+
+    # 3.4 has the function that waits, too, but cannot compile it.
+    wait = getattr(triton.language.extra.cuda, "gdc_wait", None)
+
+    return (
+        target.backend == "cuda"
+        and target.arch >= 90
+        and wait is not None
+        and "_semantic" in inspect.signature(wait).parameters
+    )
+
+
+def waits_for_previous_kernel(compiled):
+    """Whether a program of this kernel itself waits for the kernel in front of it."""
+
+    return "griddepcontrol.wait" in compiled.asm.get("ptx", "")
+
+
+def c_launch(launcher, arguments, *, is_dependent=False):
     """What `launcher(*arguments)` hands to the C function below it.
 
     Triton's launchers are Python objects whose `__call__` adds constants (is the grid cooperative, no scratch memory)
@@ -261,6 +284,7 @@ def c_launch(launcher, arguments):
     only notes its arguments. So neither a version's order of arguments nor a vendor's is written down here.
 
     :param arguments: May be placeholders: a launcher that computes with them cannot be asked.
+    :param is_dependent: Whether the launch may start before the kernel in front of it has ended.
     :return: The C function and its arguments, or None if the launcher does something on every call (allocates scratch
         memory, adds a sanitizer's state, computes with the grid) or is not one of Triton's own: then it has to be called
         itself.
@@ -280,6 +304,9 @@ def c_launch(launcher, arguments):
     noted = []
     probe = copy.copy(launcher)
     probe.launch = lambda *given: noted.append(given)
+
+    if is_dependent and "launch_pdl" in state:
+        probe.launch_pdl = True
 
     try:
         probe(*arguments)

@@ -1,6 +1,7 @@
 """The kernels of the launch tests: small, each with one thing that a launch plan has to get right."""
 
 import ninetoothed
+import ninetoothed.language as ntl
 import triton
 import triton.language
 from ninetoothed import Tensor, block_size
@@ -226,3 +227,48 @@ def scale_by_global():
     handle._launch.__globals__["FACTOR"] = FACTOR
 
     return handle
+
+
+def launch_waiting_application(x, s, o):
+    ntl.extra.cuda.gdc_wait()
+    o = x * s  # noqa: F841
+
+
+def waiting():
+    """`scale`, whose programs wait for the kernel in front of them."""
+
+    return ninetoothed.make(
+        _rows,
+        launch_waiting_application,
+        (
+            Tensor(shape=(None, 128), name="x"),
+            Tensor(0, name="s"),
+            Tensor(shape=(None, 128), name="o"),
+        ),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _by_one_program(x, o):
+    return tuple(tensor.tile((1, 128)).tile((-1, 1)) for tensor in (x, o))
+
+
+def launch_slow_copy_application(x, o):
+    ntl.extra.cuda.gdc_launch_dependents()
+
+    for step in range(x.shape[0]):
+        row = x[step]
+        o[step] = row
+
+
+def slow_copy():
+    """x, o [R, 128]: o = x, row after row, while a kernel that waits itself may be launched already."""
+
+    return ninetoothed.make(
+        _by_one_program,
+        launch_slow_copy_application,
+        tuple(Tensor(shape=(None, 128), name=name) for name in ("x", "o")),
+        num_warps=1,
+        num_stages=1,
+    )
