@@ -125,6 +125,7 @@ def _tests(file, *names):
 
 _PLANS = _files(
     "test_call_key",
+    "test_dependent_launch",
     "test_launch_differential",
     "test_launch_fuzz",
     "test_plan_cache",

@@ -30,6 +30,7 @@ _TUNING = "tests/test_triton_runtime_auto_tuning.py"
 _PLAN_CACHE = "tests/test_plan_cache.py"
 _REPEATER = "tests/test_repeater.py"
 _CALL_KEY = "tests/test_call_key.py"
+_DEPENDENT = "tests/test_dependent_launch.py"
 _TRITON_ABI = "tests/test_triton_abi.py"
 _MATERIALIZER = "tests/test_materializer.py"
 _SOURCE_FILES = "tests/test_source_files.py"
@@ -587,6 +588,56 @@ _LAUNCH_PLANS = (
         new="",
         promise="A launcher that allocates scratch memory on each call is called itself.",
         tests=(_TRITON_ABI,),
+    ),
+    Mutation(
+        name="every-launch-is-early",
+        file=_ABI,
+        old='    if is_dependent and "launch_pdl" in state:\n',
+        new='    if "launch_pdl" in state:\n',
+        promise="Only a kernel that waits itself is launched before the one in front of it has ended.",
+        tests=(_DEPENDENT, "tests/test_launch_differential.py"),
+    ),
+    Mutation(
+        name="ampere-is-said-to-launch-early",
+        file=_ABI,
+        old="        and target.arch >= 90\n",
+        new="        and target.arch >= 80\n",
+        promise="No kernel waits by an instruction that a GPU has not.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="another-device-is-asked-for-dependent-launch",
+        file="ninetoothed_patches/__init__.py",
+        old="torch.cuda.get_device_capability(device)",
+        new="torch.cuda.get_device_capability(torch.device(device.type, 0))",
+        promise="A kernel waits where its own device can.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="kernel-by-pieces-does-not-wait",
+        file="ntops_ext/kernels/gated_rms_norm.py",
+        old="""\
+    \"\"\"The columns of a group are read piece by piece, twice.\"\"\"
+    begin()
+""",
+        new="""\
+    \"\"\"The columns of a group are read piece by piece, twice.\"\"\"
+""",
+        promise="Each kernel of an operator can be launched early.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="statistics-do-not-wait",
+        file="ntops_ext/torch/_gated_rms_norm_backward.py",
+        old="""\
+                columns_per_piece=configs.STATISTICS_COLUMNS_PER_PIECE,
+                waits=waits,
+""",
+        new="""\
+                columns_per_piece=configs.STATISTICS_COLUMNS_PER_PIECE,
+""",
+        promise="Each kernel of an operator can be launched early.",
+        tests=(_DEPENDENT,),
     ),
     Mutation(
         name="sanitizer-is-passed-over",
@@ -1454,11 +1505,13 @@ _KERNELS = (
         old="""\
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src, eps
 ):
+    begin()
     if k_prefix.offsets(1) < k_prefix.source.shape[1]:
 """,
         new="""\
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src, eps
 ):
+    begin()
     if k_prefix.offsets(1) <= k_prefix.source.shape[1]:
 """,
         promise="Rows [0, P) are the prefix, and no more.",
@@ -1507,8 +1560,8 @@ _KERNELS = (
     Mutation(
         name="pack-k-in-the-order-of-q",
         file=_PACK,
-        old="        normalize_and_rotate_k=specialize(k_order),\n",
-        new="        normalize_and_rotate_k=specialize(q_order),\n",
+        old="        normalize_and_rotate_k=normalize_and_rotate(k_order),\n",
+        new="        normalize_and_rotate_k=normalize_and_rotate(q_order),\n",
         promise="The squares of K are added in K's order.",
         tests=(_ROPE_KERNEL + "::test_q_and_k_may_be_added_in_different_orders",),
     ),

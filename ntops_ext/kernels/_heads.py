@@ -7,11 +7,11 @@ which of the products is rounded (`REAL_PARTS`, `IMAGINARY_PARTS`).
 `ntops_ext.torch.eager_rounding` finds out which of them PyTorch uses.
 """
 
-import types
-
 import ninetoothed
 import ninetoothed.language as ntl
 from ninetoothed import Tensor
+
+from ntops_ext.kernels._applications import specialize
 
 
 def arrange(*tensors, places, heads_per_program, grid):
@@ -243,13 +243,6 @@ def normalize_and_rotate(heads, weights, table, eps, head_dim):
     )
 
     return ntl.cast(rotated, heads.dtype)
-
-
-def specialize(function, **names):
-    # NineToothed inlines the functions that an application calls by looking their names up
-    # in its globals. The copy is also what keeps two kernels of one application apart:
-    # `ninetoothed.make` writes the arrangement into the application's annotations.
-    return types.FunctionType(function.__code__, {**function.__globals__, **names})
 
 
 def specialize_rounding(squares_are_exact, order, real_part, imaginary_part):

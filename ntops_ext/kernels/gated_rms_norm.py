@@ -13,6 +13,8 @@ import ninetoothed
 import ninetoothed.language as ntl
 from ninetoothed import Tensor
 
+from ntops_ext.kernels._applications import begin, beginning, specialize
+
 # What `activation` stands for in the kernels.
 NO_GATE, SILU, SIGMOID = range(3)
 
@@ -331,6 +333,7 @@ def gated_rms_norm_application(
     norm_before_gate,
 ):
     """The columns of a group are held: they are read once."""
+    begin()
     result = _normalize_held(
         input,
         gate,
@@ -363,6 +366,7 @@ def gated_rms_norm_parameters_first_application(
 
     That shortens a program and takes registers: see `ntops_ext.configs`.
     """
+    begin()
     result = _normalize_held(
         input,
         gate,
@@ -395,6 +399,7 @@ def gated_rms_norm_held_pieces_application(
 
     Pieces are powers of two, so that no lane is idle where a group is no power of two.
     """
+    begin()
     squares = ntl.zeros(input.dtype.shape, ntl.float32)
     values = ()
     gatings = ()
@@ -468,6 +473,7 @@ def gated_rms_norm_shared_application(
     For that it needs `input` alone, because there is no gate, or the norm comes first; and so
     `output` must lie elsewhere, for others still read what a program would overwrite.
     """
+    begin()
     squares_of_all = ntl.zeros(whole_input.dtype.shape, ntl.float32)
 
     for piece_of_all in ntl.static_range(whole_input.shape[0]):
@@ -510,6 +516,7 @@ def gated_rms_norm_by_pieces_application(
     norm_before_gate,
 ):
     """The columns of a group are read piece by piece, twice."""
+    begin()
     terms = ntl.zeros(input.dtype.shape, ntl.float32)
 
     for first_pass in range(input.shape[0]):
@@ -579,6 +586,7 @@ def premake(
     weight_dtype=None,
     bias_dtype=None,
     output_dtype=None,
+    waits=False,
 ):
     """The arrangement, the application and the tensors of a gated RMSNorm.
 
@@ -600,6 +608,7 @@ def premake(
         norm comes first or there is no gate, `output` is not `input`, and a program takes one row.
     :param parameters_first: Whether weight and bias are read before the sum.
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     :param activation: `NO_GATE`, `SILU` or `SIGMOID`, for ahead-of-time compilation, which
         compiles it in; likewise `norm_before_gate`.
     :param input_dtype: For ahead-of-time compilation; likewise the other dtypes.
@@ -653,7 +662,11 @@ def premake(
             **choices,
         )
 
-        return shared_arrangement_, gated_rms_norm_shared_application, tensors
+        return (
+            shared_arrangement_,
+            specialize(gated_rms_norm_shared_application, begin=beginning(waits)),
+            tensors,
+        )
 
     is_by_pieces = columns_per_piece is not None and columns_per_piece < group_size
     arrangement_ = functools.partial(
@@ -671,4 +684,4 @@ def premake(
     else:
         application = gated_rms_norm_application
 
-    return arrangement_, application, tensors
+    return arrangement_, specialize(application, begin=beginning(waits)), tensors

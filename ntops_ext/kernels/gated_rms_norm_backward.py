@@ -28,6 +28,7 @@ import ninetoothed.language as ntl
 from ninetoothed import Tensor
 
 from ntops_ext.kernels import gated_rms_norm
+from ntops_ext.kernels._applications import begin, beginning, specialize
 from ntops_ext.kernels.gated_rms_norm import (
     _inverse_root,
     _one_plus_exp,
@@ -241,6 +242,7 @@ def gated_rms_norm_backward_application(
     num_columns_held,
     pipeline_stages,
 ):
+    begin()
     # Not used for what it holds: for its shape.
     first_tile = input[0, 0]
     column = ntl.arange(0, first_tile.shape[1])
@@ -439,6 +441,7 @@ def gated_rms_norm_statistics_application(
     norm_before_gate,
 ):
     """1 / rms of a row, and the mean of `v_hat * h`."""
+    begin()
     squares = ntl.zeros(input.dtype.shape, ntl.float32)
     products = ntl.zeros(input.dtype.shape, ntl.float32)
 
@@ -527,6 +530,7 @@ def premake(
     gate=True,
     weight=True,
     bias=False,
+    waits=False,
 ):
     """The arrangement, the application and the tensors of the gradients.
 
@@ -555,6 +559,7 @@ def premake(
         columns behind the last are zeros still; otherwise it is D, rounded up to a power of
         two.
     :param gate: Whether there is a gate; likewise `weight` and `bias`.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     """
 
     inputs = _inputs(len(row_tile), num_columns, padding, gate, weight, row_strides)
@@ -601,7 +606,11 @@ def premake(
         row_strides=dict(row_strides),
     )
 
-    return arrangement_, gated_rms_norm_backward_application, tensors
+    return (
+        arrangement_,
+        specialize(gated_rms_norm_backward_application, begin=beginning(waits)),
+        tensors,
+    )
 
 
 def premake_statistics(
@@ -612,6 +621,7 @@ def premake_statistics(
     row_strides=(),
     gate=True,
     weight=True,
+    waits=False,
 ):
     """What `premake` may be given, of one group that is read piece by piece.
 
@@ -638,4 +648,8 @@ def premake_statistics(
         row_strides=dict(row_strides),
     )
 
-    return arrangement_, gated_rms_norm_statistics_application, tensors
+    return (
+        arrangement_,
+        specialize(gated_rms_norm_statistics_application, begin=beginning(waits)),
+        tensors,
+    )

@@ -5,6 +5,7 @@ import functools
 from ninetoothed import Tensor
 
 from ntops_ext.kernels import _heads
+from ntops_ext.kernels._applications import begin, beginning, specialize
 
 
 def arrangement(*tensors, heads_per_program, grid):
@@ -30,6 +31,7 @@ normalize_and_rotate = _heads.normalize_and_rotate
 
 
 def qk_norm_rope_application(input, output, weight, rope, eps):
+    begin()
     heads = input
     weights = weight
     table = rope
@@ -48,6 +50,7 @@ def premake(
     squares_are_exact,
     dtype=None,
     eps_dtype=None,
+    waits=False,
 ):
     """The kernel of `qk_norm_rope`: input, output, weight, rope, eps.
 
@@ -62,6 +65,7 @@ def premake(
     :param squares_are_exact: Whether the element type is a 16-bit one.
     :param dtype: The element type, for ahead-of-time compilation.
     :param eps_dtype: The type of `eps`, for ahead-of-time compilation.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     """
 
     make_tensor = functools.partial(_heads.heads_tensor, head_dim, dtype)
@@ -80,8 +84,9 @@ def premake(
         heads_per_program=heads_per_program,
         grid=(batch, tokens, num_blocks),
     )
-    application = _heads.specialize(
+    application = specialize(
         qk_norm_rope_application,
+        begin=beginning(waits),
         normalize_and_rotate=_heads.specialize_rounding(
             squares_are_exact, order, real_part, imaginary_part
         ),

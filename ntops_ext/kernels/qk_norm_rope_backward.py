@@ -20,7 +20,7 @@ import ninetoothed
 import ninetoothed.language as ntl
 from ninetoothed import Tensor
 
-from ntops_ext.kernels import _heads
+from ntops_ext.kernels._applications import begin, beginning, specialize
 
 
 def arrangement(*tensors, names, tokens_per_program, heads_per_program):
@@ -165,6 +165,7 @@ def _add_heads(sums_by_head):
 def qk_norm_rope_backward_of_both(
     grad_output, input, weight, rope, grad_input, partial_sums, eps, pipeline_stages
 ):
+    begin()
     weight_row = ntl.cast(weight, ntl.float32)
     sums = ntl.zeros_like(ntl.cast(input[0], ntl.float32))
 
@@ -196,6 +197,7 @@ def qk_norm_rope_backward_of_both(
 def qk_norm_rope_backward_of_input(
     grad_output, input, weight, rope, grad_input, eps, pipeline_stages
 ):
+    begin()
     weight_row = ntl.cast(weight, ntl.float32)
 
     for token in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
@@ -219,6 +221,7 @@ def qk_norm_rope_backward_of_input(
 def qk_norm_rope_backward_of_weight(
     grad_output, input, rope, partial_sums, eps, pipeline_stages
 ):
+    begin()
     sums = ntl.zeros_like(ntl.cast(input[0], ntl.float32))
 
     for token in ntl.range(0, input.shape[0], num_stages=pipeline_stages):
@@ -258,6 +261,7 @@ def premake(
     of_weight,
     dtype=None,
     eps_dtype=None,
+    waits=False,
 ):
     """The kernel: grad_output, input, weight, rope, grad_input, partial_sums, eps, stages.
 
@@ -274,6 +278,7 @@ def premake(
     :param of_weight: Whether that of the weight is.
     :param dtype: The element type, for ahead-of-time compilation.
     :param eps_dtype: The type of `eps`, for ahead-of-time compilation.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     """
 
     wide_dtype = None if dtype is None else ninetoothed.float32
@@ -306,7 +311,7 @@ def premake(
         "eps": eps,
         "pipeline_stages": Tensor(0, constexpr=True, name="pipeline_stages"),
     }
-    application = _heads.specialize(_APPLICATIONS[of_input, of_weight])
+    application = specialize(_APPLICATIONS[of_input, of_weight], begin=beginning(waits))
     names = tuple(inspect.signature(application).parameters)
     arrangement_ = functools.partial(
         arrangement,

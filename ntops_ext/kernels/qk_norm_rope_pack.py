@@ -13,6 +13,7 @@ import functools
 from ninetoothed import Tensor
 
 from ntops_ext.kernels import _heads
+from ntops_ext.kernels._applications import begin, beginning, specialize
 
 
 def arrangement(*tensors, places, heads_per_program, kv_heads_per_program, grid):
@@ -44,6 +45,7 @@ normalize_and_rotate_k = _heads.normalize_and_rotate
 def qk_norm_rope_pack_in_place(
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, eps
 ):
+    begin()
     if k_prefix.offsets(1) < k_prefix.source.shape[1]:
         k_out = k_prefix
         v_out = v_prefix
@@ -62,6 +64,7 @@ def qk_norm_rope_pack_in_place(
 def qk_norm_rope_pack_from_k(
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, eps
 ):
+    begin()
     if k_prefix.offsets(1) < k_prefix.source.shape[1]:
         k_out = k_prefix
         v_out = v_prefix
@@ -80,6 +83,7 @@ def qk_norm_rope_pack_from_k(
 def qk_norm_rope_pack_from_v(
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, v_src, eps
 ):
+    begin()
     if k_prefix.offsets(1) < k_prefix.source.shape[1]:
         k_out = k_prefix
         v_out = v_prefix
@@ -100,6 +104,7 @@ def qk_norm_rope_pack_from_v(
 def qk_norm_rope_pack_from_k_and_v(
     q, k_out, v_out, q_weight, k_weight, rope, k_prefix, v_prefix, k_src, v_src, eps
 ):
+    begin()
     if k_prefix.offsets(1) < k_prefix.source.shape[1]:
         k_out = k_prefix
         v_out = v_prefix
@@ -141,6 +146,7 @@ def premake(
     has_v_src=False,
     dtype=None,
     eps_dtype=None,
+    waits=False,
 ):
     """The kernel of `qk_norm_rope_pack_`, in its arguments' order.
 
@@ -161,6 +167,7 @@ def premake(
     :param has_v_src: Whether V is copied from `v_src` to `v_out`.
     :param dtype: The element type, for ahead-of-time compilation.
     :param eps_dtype: The type of `eps`, for ahead-of-time compilation.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     """
 
     make_tensor = functools.partial(_heads.heads_tensor, head_dim, dtype)
@@ -201,16 +208,17 @@ def premake(
         kv_heads_per_program=kv_heads_per_program,
         grid=(batch, packed, num_blocks),
     )
-    specialize = functools.partial(
+    normalize_and_rotate = functools.partial(
         _heads.specialize_rounding,
         squares_are_exact,
         real_part=real_part,
         imaginary_part=imaginary_part,
     )
-    application = _heads.specialize(
+    application = specialize(
         _APPLICATIONS[has_k_src, has_v_src],
-        normalize_and_rotate_q=specialize(q_order),
-        normalize_and_rotate_k=specialize(k_order),
+        begin=beginning(waits),
+        normalize_and_rotate_q=normalize_and_rotate(q_order),
+        normalize_and_rotate_k=normalize_and_rotate(k_order),
     )
 
     return arrangement_, application, tensors

@@ -11,6 +11,8 @@ import ninetoothed
 import ninetoothed.language as ntl
 from ninetoothed import Tensor
 
+from ntops_ext.kernels._applications import begin, beginning, specialize
+
 
 def arrangement(output, rows, *, rows_per_step, columns_per_program):
     """One program takes some columns of all rows, a block of rows at a time."""
@@ -22,6 +24,7 @@ def arrangement(output, rows, *, rows_per_step, columns_per_program):
 
 
 def sum_of_rows_application(output, rows):
+    begin()
     sums = ntl.zeros_like(rows[0])
 
     for step in range(rows.shape[0]):
@@ -62,13 +65,16 @@ def sum_of_rows_application(output, rows):
     output = ntl.cast(ntl.reshape(sums, (sums.shape[1],)), output.dtype)
 
 
-def premake(*, num_columns, rows_per_step, columns_per_program, dtype=None):
+def premake(
+    *, num_columns, rows_per_step, columns_per_program, dtype=None, waits=False
+):
     """The kernel: output `(num_columns,)`, rows `(any, num_columns)` of float32.
 
     :param num_columns: The columns of a row.
     :param rows_per_step: How many rows are read at once, a power of two.
     :param columns_per_program: How many columns a program takes, a power of two.
     :param dtype: The element type of the output, for ahead-of-time compilation.
+    :param waits: Whether programs wait for the kernel in front of theirs (see `_applications`).
     """
 
     tensors = (
@@ -86,4 +92,8 @@ def premake(*, num_columns, rows_per_step, columns_per_program, dtype=None):
         columns_per_program=columns_per_program,
     )
 
-    return arrangement_, sum_of_rows_application, tensors
+    return (
+        arrangement_,
+        specialize(sum_of_rows_application, begin=beginning(waits)),
+        tensors,
+    )

@@ -471,7 +471,9 @@ def _launches(
     if may_share not in layout.handles:
         # At once: another thread may be here, too.
         layout.handles[may_share] = [
-            _make_handle(kernel, layout.group_size, part, weight, gate, bias, may_share)
+            _make_handle(
+                kernel, layout.group_size, part, input, weight, gate, bias, may_share
+            )
             for part in layout.parts
         ]
 
@@ -500,7 +502,7 @@ def _launches(
     ]
 
 
-def _make_handle(kernel, group_size, part, weight, gate, bias, may_share):
+def _make_handle(kernel, group_size, part, input, weight, gate, bias, may_share):
     *row_sizes, num_columns = part.shape
     config = configs.gated_rms_norm_config(
         group_size,
@@ -523,6 +525,7 @@ def _make_handle(kernel, group_size, part, weight, gate, bias, may_share):
         gate=gate is not None,
         weight=weight is not None,
         bias=bias is not None,
+        waits=_launch.waits(input.device),
     )
 
     return handle, config.columns_per_share is not None

@@ -469,6 +469,7 @@ def _make_handles(kernels, layout, arguments):
     num_columns = input.shape[-1]
     is_in_parts = config.columns_per_program is not None
     present = {"gate": gate is not None, "weight": weight is not None}
+    waits = _launch.waits(input.device)
     handles = []
 
     for part in layout.parts:
@@ -485,6 +486,7 @@ def _make_handles(kernels, layout, arguments):
             # A float: Triton's interpreter takes the int 1 for the bits of a bfloat16.
             padding=1.0 if _pads_with_ones(layout) else 0,
             bias=bias is not None,
+            waits=waits,
             **present,
         )
         statistics_handle = None
@@ -497,6 +499,7 @@ def _make_handles(kernels, layout, arguments):
                 num_row_dims=len(part.row_tile),
                 row_strides=part.row_strides,
                 columns_per_piece=configs.STATISTICS_COLUMNS_PER_PIECE,
+                waits=waits,
                 **present,
             )
 
@@ -506,6 +509,7 @@ def _make_handles(kernels, layout, arguments):
         kernels.sum_of_rows.premake,
         num_columns=num_columns,
         **dataclasses.asdict(configs.gated_rms_norm_sum_config(num_columns)),
+        waits=waits,
     )
 
     choices = (

@@ -50,6 +50,15 @@ def shared_memory(device):
     )
 
 
+@functools.cache
+def waits(device):
+    """Whether kernels on `device` wait themselves for what runs there before, and so may be launched early."""
+
+    import ninetoothed_patches
+
+    return ninetoothed_patches.has_dependent_launch(device)
+
+
 def dispatched(name, tensors, writes):
     """The function of `_compiled` to make a call with, or None where the call goes on as it is.
 

@@ -17,7 +17,7 @@ from ntops_ext.torch import (
 )
 from ntops_ext.torch._chunks import plan_chunks
 from ntops_ext.torch._eager import RoundingCache
-from ntops_ext.torch._launch import dispatched, launch, runs_kernel
+from ntops_ext.torch._launch import dispatched, launch, runs_kernel, waits
 
 _NAMES = ("input", "weight", "rope", "out")
 
@@ -305,6 +305,7 @@ def _make_handle(input, rounding):
         real_part=rounding.real_part,
         imaginary_part=rounding.imaginary_part,
         squares_are_exact=input.element_size() == 2,
+        waits=waits(input.device),
     )
 
 

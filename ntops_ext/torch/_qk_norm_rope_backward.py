@@ -13,6 +13,7 @@ from ntops_ext.torch._launch import (
     dispatched,
     launch,
     runs_kernel,
+    waits,
 )
 
 _NAMES = ("grad_output", "input", "weight", "rope")
@@ -233,6 +234,7 @@ def _make_handles(layout, input, of_input, of_weight):
             tokens_per_program=config.tokens_per_program,
             heads_per_program=config.heads_per_program,
             num_warps=config.num_warps,
+            waits=waits(input.device),
         )
     ]
 
@@ -243,6 +245,7 @@ def _make_handles(layout, input, of_input, of_weight):
                 kernels.sum_of_rows.premake,
                 num_columns=head_dim,
                 **dataclasses.asdict(sum_config),
+                waits=waits(input.device),
             )
         )
 

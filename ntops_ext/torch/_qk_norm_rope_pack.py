@@ -8,7 +8,7 @@ from ntops_ext import configs, reference
 from ntops_ext._handles import import_kernels, make_handle
 from ntops_ext.torch import _checks, _heads, _layouts, _prepared, _rows
 from ntops_ext.torch._chunks import plan_chunks
-from ntops_ext.torch._launch import dispatched, launch, runs_kernel
+from ntops_ext.torch._launch import dispatched, launch, runs_kernel, waits
 from ntops_ext.torch._qk_norm_rope import eager_roundings
 
 _NAMES = (
@@ -411,4 +411,5 @@ def _make_handle(q, k_out, k_src, v_src):
         squares_are_exact=q.element_size() == 2,
         has_k_src=k_src is not None,
         has_v_src=v_src is not None,
+        waits=waits(q.device),
     )
