@@ -250,8 +250,15 @@ def waiting():
     )
 
 
-def _by_one_program(x, o):
-    return tuple(tensor.tile((1, 128)).tile((-1, 1)) for tensor in (x, o))
+def _by_one_program(*tensors):
+    def arrange(tensor):
+        rows = tensor.tile((1, 128)).tile((-1, 1)).squeeze(1)
+        rows.dtype = rows.dtype.squeeze(1)
+        rows.dtype.dtype = rows.dtype.dtype.squeeze(0)
+
+        return rows
+
+    return tuple(map(arrange, tensors))
 
 
 def launch_slow_copy_application(x, o):
