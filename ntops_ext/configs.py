@@ -409,9 +409,10 @@ def qk_norm_rope_config(*, num_heads, num_kv_heads, head_dim, item_size):
 
 
 # A program of the backward pass takes several tokens, which leaves fewer partial sums to
-# add; but no more than leaves this many programs, about 8 a multiprocessor of a large GPU. Of
-# 4096 tokens of 32 heads, 1024 programs took 1.25 times the floor, 2048 took 1.30, 512 1.40.
-_PROGRAMS_OF_BACKWARD = 1024
+# add; but no more than leaves this many programs, 6 a multiprocessor of an H200. Of 4096 tokens
+# of 32 heads, 1024 programs took 1.25 times the floor, 2048 took 1.30, 512 1.40; of 4608 tokens of
+# 24 heads 864 took 1.23, 1728 took 1.27.
+_PROGRAMS_OF_BACKWARD = 6 * _MULTIPROCESSORS
 _MAX_TOKENS_OF_BACKWARD = 16
 
 # Shared memory of a program, of which every GPU has more.

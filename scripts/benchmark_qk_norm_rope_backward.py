@@ -1,13 +1,13 @@
 """Device and host time of the gradients of `qk_norm_rope`, beside a copy and torch.compile.
 
     python scripts/benchmark_qk_norm_rope_backward.py [--device cuda|cpu] [--quick] [--sweep]
-        [--output FILE.jsonl]
+        [--cases PATTERN...] [--output FILE.jsonl]
 
 Each case is checked against the definition in float64, then timed as the replay of a CUDA
 graph of one backward pass (both gradients) with the L2 cleared before it. Beside it, in the
 same rounds, run an element-wise kernel that moves as many bytes as the pass must, its floor,
 and the backward pass that torch.compile makes of the definition. `--sweep` times launch
-choices other than that of `ntops_ext.configs` as well. On a CPU the kernels run in Triton's
+choices other than that of `ntops_ext.configs` as well, for each case. On a CPU the kernels run in Triton's
 interpreter on a tiny case, and times mean nothing.
 """
 
@@ -17,7 +17,7 @@ import sys
 
 import results
 import torch
-from command_line import make_parser, parse, progress
+from command_line import choose_cases, make_parser, parse, progress
 from environment import describe_environment, print_environment
 from timing import (
     NOT_MEANINGFUL,
@@ -71,13 +71,16 @@ def main(arguments):
     parser.add_argument(
         "--sweep", action="store_true", help="other launch choices as well"
     )
+    parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="as `*_heads`")
     options = parse(parser, arguments)
-    cases = TINY if options.device == "cpu" else CASES
-    runs = [(case, None) for case in cases if not options.quick or case.name in QUICK]
-
-    if options.sweep:
-        runs += [(cases[0], choice) for choice in SWEEP]
-
+    named_cases = [
+        (case.name, case)
+        for case in (TINY if options.device == "cpu" else CASES)
+        if not options.quick or case.name in QUICK
+    ]
+    cases = choose_cases(parser, options, named_cases)
+    choices = (None, *SWEEP) if options.sweep else (None,)
+    runs = [(case, choice) for case in cases for choice in choices]
     environment = describe_environment()
     print_environment(environment)
 

@@ -70,6 +70,7 @@ def refused(script, capsys, monkeypatch, *arguments):
         ("benchmark_gated_rms_norm", "tiny-slices-2", "dense-128-128-32"),
         ("benchmark_gated_rms_norm_backward", "96-48-3", "8192-1024-4096"),
         ("benchmark_rope_pack", "single_tensor", "in_place"),
+        ("benchmark_qk_norm_rope_backward", "tiny", "32_heads"),
     ],
 )
 def test_a_case_that_is_not_in_the_selection(
