@@ -161,7 +161,7 @@ def has_dependent_launch(device):
     """Whether a plan may start its kernel on `device` before the kernel in front of it on the stream has ended.
 
     It does where the kernel itself waits for that one (docs/launch_plans.md). That takes an NVIDIA GPU of compute
-    capability 9.0, and Triton 3.5.
+    capability 9.0 (Hopper), a driver for CUDA 12.3, before which no graph has such a launch, and Triton 3.5.
 
     :param device: A `torch.device`.
     """
@@ -169,6 +169,10 @@ def has_dependent_launch(device):
     import torch
 
     if device.type != "cuda" or torch.version.cuda is None:
+        return False
+
+    # A private name for what has no public one: 1000 * major + 10 * minor.
+    if torch._C._cuda_getDriverVersion() < 12030:
         return False
 
     from triton.backends.compiler import GPUTarget

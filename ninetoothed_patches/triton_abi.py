@@ -256,7 +256,8 @@ def winner_has_hook(tuner):
 
 def has_dependent_launch(target):
     """Whether a launch on `target` may start before the kernel in front of it has ended, if it says that it waits itself:
-    programmatic dependent launch, of NVIDIA's GPUs from compute capability 9.0 on, by Triton from 3.5 on.
+    programmatic dependent launch, of NVIDIA's GPUs of compute capability 9.0, by Triton from 3.5 on. Later GPUs have it too,
+    but nobody has tried them; of one a capture was reported to fail (docs/known_reports.md).
     """
 
     # 3.4 has the function that waits, too, but cannot compile it.
@@ -264,7 +265,7 @@ def has_dependent_launch(target):
 
     return (
         target.backend == "cuda"
-        and target.arch >= 90
+        and target.arch == 90
         and wait is not None
         and "_semantic" in inspect.signature(wait).parameters
     )

@@ -600,9 +600,21 @@ _LAUNCH_PLANS = (
     Mutation(
         name="ampere-is-said-to-launch-early",
         file=_ABI,
-        old="        and target.arch >= 90\n",
+        old="        and target.arch == 90\n",
         new="        and target.arch >= 80\n",
         promise="No kernel waits by an instruction that a GPU has not.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="any-driver-captures-a-dependent-launch",
+        file="ninetoothed_patches/__init__.py",
+        old="""\
+    if torch._C._cuda_getDriverVersion() < 12030:
+        return False
+
+""",
+        new="",
+        promise="A launch is early only where a graph can have it.",
         tests=(_DEPENDENT,),
     ),
     Mutation(

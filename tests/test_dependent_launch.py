@@ -39,13 +39,14 @@ needs_dependent_launch = pytest.mark.skipif(
         (SM_80, False),
         (GPUTarget("cuda", 89, 32), False),
         (SM_90, True),
-        (GPUTarget("cuda", 100, 32), True),
+        (GPUTarget("cuda", 100, 32), False),
+        (GPUTarget("cuda", 120, 32), False),
         (GFX942, False),
     ],
     ids=str,
 )
 def test_which_gpus_have_it(target, is_known):
-    """NVIDIA's from compute capability 9.0 on."""
+    """NVIDIA's of compute capability 9.0; others have it, but nobody has tried them."""
 
     assert triton_abi.has_dependent_launch(target) == (
         is_known and HAS_DEPENDENT_LAUNCH
@@ -59,10 +60,16 @@ def test_no_other_device_has_it(device):
     assert not ninetoothed_patches.has_dependent_launch(torch.device(device))
 
 
-@pytest.mark.parametrize("capability, expected", [((8, 9), False), ((9, 0), True)])
-def test_the_device_is_asked(monkeypatch, capability, expected):
-    """Not the current one."""
+@pytest.mark.parametrize(
+    "capability, driver, expected",
+    [((8, 9), 13000, False), ((9, 0), 12030, True), ((9, 0), 12020, False)],
+)
+def test_the_device_is_asked(monkeypatch, capability, driver, expected):
+    """Not the current one; and the driver, whether a graph can have such a launch."""
 
+    monkeypatch.setattr(
+        torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False
+    )
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available()
         or not ninetoothed_patches.has_dependent_launch(torch.device("cuda", 0)),
-        reason="needs a GPU of compute capability 9.0, and Triton 3.5",
+        reason="needs a GPU of compute capability 9.0, its driver for CUDA 12.3, and Triton 3.5",
     ),
 ]
 
