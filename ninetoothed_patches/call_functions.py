@@ -9,7 +9,12 @@ from collections.abc import Callable
 import torch
 
 from ninetoothed_patches import triton_abi
-from ninetoothed_patches.call_key import bits, compile_function, scalar_fits
+from ninetoothed_patches.call_key import (
+    any_is_nested,
+    bits,
+    compile_function,
+    scalar_fits,
+)
 
 # In a key's place: this call gets none.
 _NEW = object()
@@ -24,7 +29,7 @@ def {name}(__handle, {parameters}, *__surplus):
         {read_addresses}
         __alignments = {alignments}
 
-        for __plan in __cache.last.successors:
+        for __plan in () if {any_is_nested} else __cache.last.successors:
             if (
                 __plan.fits({tensors})
                 and __plan.is_kept
@@ -174,6 +179,7 @@ def call_functions(cache, *, name, reader, kernel, tuner, clock, ordinary, max_u
         "name": name,
         "parameters": ", ".join(reader.parameters),
         "tensors": ", ".join(reader.tensors),
+        "any_is_nested": any_is_nested(reader.tensors),
         "read_addresses": "; ".join(map(" = ".join, reader.addresses)),
         "addresses": ", ".join(address for address, _ in reader.addresses),
         "alignments": reader.alignments,

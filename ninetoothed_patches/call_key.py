@@ -61,6 +61,16 @@ def scalar_fits(given, seen):
     return f"({given} is {seen} or __type({given}) is __type({seen}) and {given} == {seen} and {given})"
 
 
+def any_is_nested(tensors):
+    """Source text that tells whether any of some tensors, named by such text, is nested.
+
+    To be asked before a `tensor_guard`: that reads the strides of a nested tensor, of which one of strided layout has none,
+    and PyTorch's C++ exception then ends the process.
+    """
+
+    return " or ".join(f"{tensor}.is_nested" for tensor in tensors)
+
+
 class CallReader:
     """How calls of one handle are read.
 
@@ -160,7 +170,7 @@ def tensor_guard(tensors):
     """A function that tells, of tensors given in the same places, whether they are like these.
 
     Like means: the same type, shape, strides, dtype and device. It may say no to tensors that are (in another autograd
-    mode, say), never yes to tensors that are not.
+    mode, say), never yes to tensors that are not. None of those that are given may be nested: see `any_is_nested`.
     """
 
     guards = _tensor_guards()

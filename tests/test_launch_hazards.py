@@ -1388,6 +1388,21 @@ def test_sparse_tensors_raise_the_twins_error(scale):
     assert scale.info.plans == 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_raise_the_twins_error(scale):
+    """LP49: a strided tensor without strides, beside plans; PyTorch's guard would end the process at one."""
+
+    x, o, nested = rows(), rows(), torch.nested.nested_tensor([rows(), rows()])
+    x_again = rows()
+
+    for tensor in (x, x, x_again, x):
+        scale.call(tensor, 0.5, o)
+
+    assert scale.call(nested, 0.5, o) is None
+    assert scale.call(x, 0.5, nested) is None
+    assert scale.counts == (3, 1, 2)
+
+
 def test_jagged_lengths_are_read_at_each_call(driver):
     """LP50: a jagged kernel is never planned."""
 

@@ -666,6 +666,23 @@ def test_arguments_of_other_kinds_are_refused_as_ever(driver):
             ntops_ext.torch.gated_rms_norm(*given, **keywords)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("case", ["norm, out", "rope", "pack"])
+def test_nested_tensors_are_refused_as_ever(driver, case):
+    """Each is a strided tensor without strides: PyTorch's guard would end the process at one."""
+
+    name, make = CALLS[case]
+    arguments, keywords = make()
+    warm(name, arguments, keywords)
+
+    for position, argument in enumerate(arguments):
+        nested = torch.nested.nested_tensor([argument, argument])
+        given = (*arguments[:position], nested, *arguments[position + 1 :])
+
+        with pytest.raises(TypeError, match="is a nested one"):
+            getattr(ntops_ext.torch, name)(*given, **keywords)
+
+
 def test_few_calls_are_kept(driver):
     """Of a layout, and of all."""
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 import ninetoothed_patches
-from ninetoothed_patches.call_key import scalar_fits, tensor_guard
+from ninetoothed_patches.call_key import any_is_nested, scalar_fits, tensor_guard
 from ntops_ext.torch import _checks
 
 # How many kinds of calls an operator compares a call with before it goes the whole way.
@@ -21,9 +21,13 @@ _MAX_RECENT = 4
 
 _SOURCE = """\
 def call({parameters}):
-    if not (
-        {conditions}
-    ):
+    try:
+        if not (
+            {conditions}
+        ):
+            return None
+    except __Exception:
+        # What is no tensor, or none that can be asked: the whole way says so.
         return None
 
     {read_addresses}
@@ -244,7 +248,7 @@ class PreparedCalls:
         ]
         source = _SOURCE.format(
             parameters=", ".join(self._parameters),
-            conditions="\n        and ".join(conditions),
+            conditions="\n            and ".join(conditions),
             read_addresses="\n    ".join(reads),
             check_addresses=check,
             allocate=allocate,
@@ -268,6 +272,7 @@ class PreparedCalls:
         names = {
             "__fits": fits,
             "__type": type,
+            "__Exception": Exception,
             "__is_grad_enabled": torch.is_grad_enabled,
             "__forward_ad": forward_ad,
         }
@@ -284,6 +289,7 @@ class PreparedCalls:
                 names[f"__value_{name}"] = argument
                 conditions.append(scalar_fits(name, f"__value_{name}"))
 
+        conditions.append(f"not ({any_is_nested(tensors)})")
         conditions.append(f"__fits({', '.join(tensors)})")
         differentiable = [
             f"{name}.requires_grad"
