@@ -311,7 +311,7 @@ class PlanCache:
             kind = self._kinds.get((driver, device, kinds))
             # Where the backend has a rule for tensors, no key is without its answers, which addresses do not give.
             plan = self._plans.get((kind, state, layout))
-        except (AttributeError, RuntimeError, TypeError):
+        except Exception:
             # No call that can be planned, and so none that has a plan.
             return None
 

@@ -182,9 +182,12 @@ def test_there_is_none_without_a_plan(driver, handle):
     assert ninetoothed_patches.repeater(handle, x, 0.5, x) is None
     subclass = x.as_subclass(type("Subclass", (torch.Tensor,), {}))
     handle(x, 0.5, subclass)
+    # What has no address raises, each by its own error.
+    without_data = torch.nn.UninitializedParameter()
 
     for arguments in [
         (x, 0.5, subclass),
+        (x, 0.5, without_data),
         (x, [0.5], x),
         ("text", 0.5, x),
         (x, 0.5),
