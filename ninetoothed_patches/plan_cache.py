@@ -115,7 +115,7 @@ class PlanCache:
 
     def _reset(self):
         # Held while an ordinary call is watched or tunes, which takes as long as compiling.
-        self._calling = CallLock()
+        self._calling = _call_lock(self._tuner)
         self._watcher = Watcher(self._launched, self._replace)
         # The plan that was used last.
         self.last = _Start()
@@ -567,6 +567,20 @@ class PlanCache:
         plan.launched = None
 
 
+# The locks of auto-tuners: two handles may be made from one, and then share its tuner.
+_TUNER_LOCKS = weakref.WeakKeyDictionary()
+
+
+def _call_lock(tuner):
+    """What is held while a handle's ordinary call is watched or tunes: a lock of its own where it has no tuner."""
+
+    if tuner is None:
+        return CallLock()
+
+    with _CHANGING:
+        return _TUNER_LOCKS.setdefault(tuner, CallLock())
+
+
 def _is_nested():
     """Whether this thread is in the middle of a call that others may wait for, or of a change of plans.
 
@@ -611,9 +625,10 @@ def infos():
 
 
 def _after_fork_in_child():
-    global _CHANGING
+    global _CHANGING, _TUNER_LOCKS
 
     _CHANGING = threading.RLock()
+    _TUNER_LOCKS = weakref.WeakKeyDictionary()
 
     for cache in caches():
         cache.after_fork_in_child()

@@ -279,6 +279,24 @@ def test_threads_that_tune_past_the_plans_do_not_break_each_other():
         assert driver.records
 
 
+def test_threads_that_tune_by_two_handles_do_not_break_each_other():
+    """LP36: of one kernel, which has one tuner."""
+
+    with recording(load=lambda: time.sleep(0.01)) as driver:
+        raw = launch_kernels.scale_t()
+        handles = [ninetoothed_patches.planned(raw) for _ in range(2)]
+        layouts = [vector(length) for length in (64, 128, 256, 512)]
+
+        def call(index):
+            for x in layouts:
+                handles[index](x, 0.5, x)
+
+        assert in_threads(2, call) == []
+        # Each length is tuned once, and the other handle finds the result.
+        candidates = len(tuner_of(raw).configs)
+        assert len(driver.records) == len(layouts) * (candidates + 2)
+
+
 class Annotated(torch.Tensor):
     """A subclass that adds nothing, and is never planned."""
 
