@@ -242,6 +242,32 @@ def test_looking_at_the_counters_does_not_change_them(driver):
     assert [pair.counts for _ in range(3)] == [(2, 1, 0)] * 3
 
 
+def test_calls_that_raise_are_counted_as_what_they_were(driver):
+    """A miss, a hit, a bypass; and a call with wrong arguments, which is none of these, not at all."""
+
+    handle = ninetoothed_patches.planned(launch_kernels.scale())
+    x = rows()
+
+    def fail(*arguments, error):
+        with pytest.raises(error):
+            handle(*arguments)
+
+        info = handle.cache_info()
+
+        return info.misses, info.hits, sum(info.bypasses.values())
+
+    driver.launch_error = RuntimeError("no launch")
+    assert fail(x, 0.5, x, error=RuntimeError) == (1, 0, 0)
+    assert handle.cache_info().plans == 0
+    driver.launch_error = None
+    handle(x, 0.5, x)
+    driver.launch_error = RuntimeError("no launch")
+    assert fail(x, 0.5, x, error=RuntimeError) == (2, 1, 0)
+    assert fail(x, 0.5, None, error=AttributeError) == (2, 1, 1)
+    assert fail(x, 0.5, error=TypeError) == (2, 1, 1)
+    assert fail(x, 0.5, x, x, error=TypeError) == (2, 1, 1)
+
+
 def test_the_total_is_the_sum_of_the_handles(driver):
     """`cache_info()` names each handle by its kernel and a number."""
 
