@@ -45,6 +45,43 @@ def test_the_definition_has_gradients():
     assert all(one.grad.isfinite().all() for one in tensors.values())
 
 
+class WithoutStrides(torch.Tensor):
+    """Holds its elements in another tensor and, as `DTensor`, makes no view of given strides."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten.as_strided.default
+
+        def unwrap(value):
+            return value.inner if isinstance(value, cls) else value
+
+        return cls(function(*map(unwrap, args), **(kwargs or {})))
+
+
+def test_the_definition_of_what_makes_no_view_of_given_strides():
+    """What wraps a tensor is computed by its own operators, whatever its rank."""
+
+    call = make_call(4, 3, 32, dtype=torch.float32)
+    wrapped = call.with_tensors(
+        **{name: WithoutStrides(one) for name, one in call.tensors.items()}
+    )
+
+    assert_equal_bits(wrapped.run().inner, call.run())
+
+
 def test_the_result_on_the_meta_device():
     """A result without memory, of the right shape, dtype and strides."""
 

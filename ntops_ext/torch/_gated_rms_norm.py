@@ -306,7 +306,8 @@ def _check_layout(
 
     if input.numel() > 0 and not unaddressable:
         written = torch.empty(input.shape, device="meta") if out is None else out
-        rows = [input, written] if gate is None else [input, written, gate]
+        tensors = [input, written] if gate is None else [input, written, gate]
+        rows = [_rows.without_data(tensor) for tensor in tensors]
         parts = [
             _Part.of(
                 [

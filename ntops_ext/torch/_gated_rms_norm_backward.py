@@ -286,6 +286,7 @@ def _split(grad_output, input, gate, group_size, config):
     if gate is not None:
         tensors.append(gate)
 
+    tensors = [_rows.without_data(tensor) for tensor in tensors]
     columns_of_parts = [None]
 
     if config.columns_per_program is not None:

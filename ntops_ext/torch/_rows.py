@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 # Kernels compute offsets, in elements, in 32 bits.
 MAX_OFFSET = 2**31 - 1
 
@@ -18,6 +20,17 @@ def fits(tensor):
     # Where there is no element, strides mean nothing, and a copy has the same.
     return (
         not tensor.numel() or (tensor.shape[-1] - 1) * tensor.stride(-1) <= MAX_OFFSET
+    )
+
+
+def without_data(tensor):
+    """A tensor without data that has the strides of `tensor`, to be cut and merged in its place.
+
+    What wraps other tensors, such as `DTensor`, need not know `as_strided`.
+    """
+
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
     )
 
 
