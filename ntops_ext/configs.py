@@ -165,6 +165,12 @@ def gated_rms_norm_config(group_size, num_groups, num_row_dims=1, *, may_share=F
     return GatedRMSNormConfig(rows_per_program=1, num_warps=16)
 
 
+def most_rows_of_a_program(group_size):
+    """How many rows of a group of this size a program takes at once, at most, in either pass."""
+
+    return max(1024 // next_power_of_2(group_size), 2)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedRMSNormBackwardConfig:
     """How `ntops_ext.kernels.gated_rms_norm_backward` is made.

@@ -194,6 +194,9 @@ def test_shared_rows_of_any_layout(device, layout):
         ((2, 3, 32), (2**31 - 64, 64, 1)),
         ((3, 2, 32), (64, 2**31 - 64, 1)),
         ((9, 32), (2**28, 1)),
+        # Of strides that would be compiled in if the rows of a program did not reach so far.
+        ((2, 32), (2**30 + 2, 1)),
+        ((9, 32), (2**26 + 2, 1)),
     ],
     ids=str,
 )

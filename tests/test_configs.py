@@ -33,6 +33,24 @@ def test_no_two_threads_hold_the_same_column(num_groups):
         )
 
 
+def test_no_program_takes_more_rows_than_the_most():
+    """By them it is decided which row strides fit in 32 bits."""
+
+    for group_size in [*GROUP_SIZES, 20000]:
+        most = configs.most_rows_of_a_program(group_size)
+        backward = configs.gated_rms_norm_backward_config(group_size, 1)
+
+        assert backward.rows_per_step <= most
+
+        for num_groups in NUM_GROUPS:
+            for num_row_dims in (1, 2):
+                config = configs.gated_rms_norm_config(
+                    group_size, num_groups, num_row_dims
+                )
+
+                assert config.rows_per_program <= most
+
+
 def test_the_order_of_additions_depends_on_the_group_size_alone():
     """Of all choices, the pieces are what can change bits."""
 

@@ -197,6 +197,9 @@ def test_whether_a_row_fits(tensor, expected):
         # Each would make a kernel, and another number of rows other kernels.
         ((1, 1536), (3352, 1), None),
         ((2, 5, 1536), (8 * 3352, 3352, 1), None),
+        # Eight rows of it are at most 2^31 - 1 elements, or more.
+        ((4, 1536), (2**28 - 2, 1), 2**28 - 2),
+        ((4, 1536), (2**28 + 2, 1), None),
     ],
     ids=str,
 )
@@ -205,7 +208,7 @@ def test_which_row_strides_are_compiled_in(shape, strides, expected):
 
     view = _rows.View(shape, strides, 0, False)
 
-    assert view.row_stride_to_compile_in() == expected
+    assert view.row_stride_to_compile_in(rows_of_a_program=8) == expected
 
 
 def test_a_view_with_a_row_stride_compiled_in_reaches_as_far():
@@ -215,7 +218,9 @@ def test_a_view_with_a_row_stride_compiled_in_reaches_as_far():
     tensor = buffer.as_strided((4, 16), (22, 1), 3)
     ordinary = torch.arange(4 * 16).view(4, 16)
     views = [_rows.View.of(one, one) for one in (tensor, ordinary)]
-    views_of_kernel, row_strides = _rows.compile_in_row_strides(("gate", "out"), views)
+    views_of_kernel, row_strides = _rows.compile_in_row_strides(
+        ("gate", "out"), views, rows_of_a_program=8
+    )
     stepped = views_of_kernel[0].apply(tensor)
 
     assert row_strides == (("gate", 22),)

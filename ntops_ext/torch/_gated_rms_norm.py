@@ -55,9 +55,11 @@ class _Part:
     row_strides: tuple
 
     @classmethod
-    def of(cls, views):
+    def of(cls, views, group_size):
         names = ("input", "output", "gate")[: len(views)]
-        views_of_kernel, row_strides = _rows.compile_in_row_strides(names, views)
+        views_of_kernel, row_strides = _rows.compile_in_row_strides(
+            names, views, configs.most_rows_of_a_program(group_size)
+        )
 
         return cls(views[0].shape, views_of_kernel, row_strides)
 
@@ -313,7 +315,8 @@ def _check_layout(
                 [
                     _rows.View.of(part, tensor)
                     for part, tensor in zip(parts_of_rows, rows, strict=True)
-                ]
+                ],
+                group_size,
             )
             for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
         ]

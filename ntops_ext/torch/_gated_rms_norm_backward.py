@@ -318,6 +318,7 @@ def _split(grad_output, input, gate, group_size, config):
                     _rows.View.of(part, tensor)
                     for part, tensor in zip(parts, tensors, strict=True)
                 ],
+                configs.most_rows_of_a_program(group_size),
             )
 
             yield _Part(

@@ -144,12 +144,15 @@ class View:
 
         return cls(tuple(view.shape), view.stride(), offset, is_whole)
 
-    def row_stride_to_compile_in(self):
+    def row_stride_to_compile_in(self, rows_of_a_program):
         """The stride of the rows if accesses are wide only where it is compiled in, else None.
 
         That makes a kernel of its own for each such stride, so it is one that accesses of two
         elements gain from; and that of rows of a single dimension, for others may change with
         the number of rows.
+
+        :param rows_of_a_program: The most that one may take at once. The kernel multiplies the
+            stride by them, in 32 bits.
         """
 
         if len(self.shape) != 2 or self.shape[0] == 1:
@@ -158,6 +161,9 @@ class View:
         row_stride, column_stride = self.strides
 
         if column_stride != 1 or row_stride % _KNOWN_DIVISOR == 0 or row_stride % 2:
+            return None
+
+        if row_stride * rows_of_a_program > MAX_OFFSET:
             return None
 
         return row_stride
@@ -181,18 +187,19 @@ class View:
         )
 
 
-def compile_in_row_strides(names, views):
+def compile_in_row_strides(names, views, rows_of_a_program):
     """Views as a kernel takes them that has some row strides compiled in.
 
     :param names: Those of the kernel's tensors.
     :param views: As many `View`s, of one shape.
+    :param rows_of_a_program: The most that one may take at once.
     :return: As many views, and pairs of a name and the stride.
     """
 
     row_strides = {
         name: row_stride
         for name, view in zip(names, views, strict=True)
-        if (row_stride := view.row_stride_to_compile_in()) is not None
+        if (row_stride := view.row_stride_to_compile_in(rows_of_a_program)) is not None
     }
 
     return (
