@@ -1234,8 +1234,8 @@ _ARGUMENTS = (
     Mutation(
         name="one-column-too-many",
         file="ntops_ext/torch/_rows.py",
-        old="MAX_COLUMNS = MAX_OFFSET + 1\n",
-        new="MAX_COLUMNS = MAX_OFFSET + 2\n",
+        old="MAX_COLUMNS = MAX_OFFSET\n",
+        new="MAX_COLUMNS = MAX_OFFSET + 1\n",
         promise="A row whose offsets pass 32 bits is refused.",
         tests=(
             _OPERATOR_FUZZ

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ntops_ext.nn import GatedRMSNorm
 from ntops_ext.torch import gated_rms_norm
 
-_NO_SIZES = [0, -1, -(10**30), 2**31 + 1, 2**62, 2**63, 10**30]
+_NO_SIZES = [0, -1, -(10**30), 2**31, 2**62, 2**63, 10**30]
 _NO_SIZE_KINDS = [1.0, True, "8", None, (8,), [8], torch.tensor(8), fuzz.Size.FOUR]
 _NO_SIZE_KINDS += [np.int64(8), 8j, torch.Size([8]), np.array(8), range(8)]
 _NO_DTYPES = [torch.float64, torch.int32, torch.complex64, torch.float8_e5m2, "float32"]

@@ -12,9 +12,11 @@ from gated_rms_norm_binaries import (
     global_accesses,
     is_wide,
 )
-from gated_rms_norm_calls import DTYPES, MODES, make_call
+from gated_rms_norm_calls import DTYPES, MODES, Call, make_call
+from huge_storage import reserve
 
 from ntops_ext import configs
+from ntops_ext.torch import _rows
 
 NUM_ROWS = 64
 
@@ -318,3 +320,13 @@ def test_it_compiles_for_an_amd_gpu(monkeypatch, width):
     assert re.search(r"_load_dword(?:x[24])?\b", assembly)
     assert re.search(r"_store_dword(?:x[24])?\b", assembly)
     assert not re.search(r"_store_(short|byte)\b|scratch_", assembly)
+
+
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_rows_of_as_many_columns_as_are_taken_compile(monkeypatch, group_size):
+    """Their number is a constant of 32 bits, with a sign."""
+
+    row = reserve(_rows.MAX_COLUMNS)[None]
+    call = Call({"input": row}, {"group_size": group_size, "out": row})
+
+    assert compile_call(monkeypatch, call, "sm_90").asm["ptx"]

@@ -7,8 +7,8 @@ import torch
 # Kernels compute offsets, in elements, in 32 bits.
 MAX_OFFSET = 2**31 - 1
 
-# No row of more has offsets that all fit, however dense it is.
-MAX_COLUMNS = MAX_OFFSET + 1
+# No row of more has offsets that all fit, however dense it is, and nor would their number.
+MAX_COLUMNS = MAX_OFFSET
 
 # Triton finds out whether it divides a stride that a kernel is given, and nothing else.
 _KNOWN_DIVISOR = 16

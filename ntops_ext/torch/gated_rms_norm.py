@@ -43,7 +43,7 @@ def gated_rms_norm(
     on (`TRITON_INTERPRET=1`), by the kernel under the interpreter.
 
     :param input: A tensor of shape `(..., N)`, of any size: 0 rows, or more than 2**31
-        elements. N is at most 2**31, and there are at most 63 dimensions.
+        elements. N is less than 2**31, and there are at most 63 dimensions.
     :param weight: A tensor of shape `(N,)`, or `None` for no scale.
     :param gate: A tensor of the shape of `input`, or `None`.
     :param bias: A tensor of shape `(N,)`, or `None`.
