@@ -57,12 +57,14 @@ class GatedRMSNorm(torch.nn.Module):
             )
 
         if hidden_size < 1:
-            raise ValueError(f"`hidden_size` must be positive, but is {hidden_size}.")
+            raise ValueError(
+                f"`hidden_size` must be positive, but is {_checks.shown(hidden_size)}."
+            )
 
         if hidden_size > _rows.MAX_COLUMNS:
             raise ValueError(
                 f"`hidden_size` must be at most {_rows.MAX_COLUMNS}, for kernels compute"
-                f" offsets in 32 bits, but is {hidden_size}."
+                f" offsets in 32 bits, but is {_checks.shown(hidden_size)}."
             )
 
         for name, value in (("bias", bias), ("elementwise_affine", elementwise_affine)):
@@ -90,7 +92,7 @@ class GatedRMSNorm(torch.nn.Module):
         if dtype not in _checks.FLOATING_DTYPES:
             raise TypeError(
                 f"`dtype` must be torch.float16, torch.bfloat16 or torch.float32, but is"
-                f" {dtype}."
+                f" {_checks.shown(dtype)}."
             )
 
         self._check(bias, dtype)

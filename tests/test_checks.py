@@ -1,12 +1,15 @@
 """The checks of arguments that do not belong to one operator."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntops_ext.torch import _checks, gated_rms_norm
+from ntops_ext.nn import GatedRMSNorm
+from ntops_ext.torch import _checks, eager_rounding, gated_rms_norm
 
 SETTINGS = settings(max_examples=300)
 
@@ -35,6 +38,35 @@ def test_messages_name_types_so_that_they_can_be_told_apart(value, name):
     if name not in ("int", "torch.Tensor"):
         with pytest.raises(TypeError, match=f"`norm_before_gate`.* is a {name}\\."):
             gated_rms_norm(torch.ones(2), norm_before_gate=value)
+
+
+# Python, by default, writes no int of so many digits.
+_LONG = 10**5000
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("group_size", lambda: gated_rms_norm(torch.ones(2), group_size=_LONG)),
+        ("eps", lambda: gated_rms_norm(torch.ones(2), eps=Fraction(-1, _LONG))),
+        (
+            "weight_offset",
+            lambda: gated_rms_norm(torch.ones(2), weight_offset=Fraction(1, _LONG)),
+        ),
+        ("activation", lambda: gated_rms_norm(torch.ones(2), activation=_LONG)),
+        ("hidden_size", lambda: GatedRMSNorm(_LONG)),
+        ("hidden_size", lambda: GatedRMSNorm(-_LONG)),
+        ("dtype", lambda: GatedRMSNorm(2, dtype=_LONG)),
+        ("device", lambda: GatedRMSNorm(2, device=_LONG)),
+        ("head_dim", lambda: eager_rounding(head_dim=-_LONG, device="cpu")),
+        ("dtype", lambda: eager_rounding(dtype=_LONG, device="cpu")),
+    ],
+)
+def test_a_number_that_python_does_not_write_is_refused_by_name(name, call):
+    """Its type is said in its place."""
+
+    with pytest.raises((TypeError, ValueError), match=f"^`{name}`"):
+        call()
 
 
 @st.composite

@@ -85,6 +85,15 @@ def type_name(value):
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def shown(value, form=str):
+    """A value for messages: as `form` gives it, unless Python writes no number so long."""
+
+    try:
+        return form(value)
+    except ValueError:
+        return f"of type {type_name(value)} with too many digits to show"
+
+
 def check_dtype(name, tensor, allowed):
     """:raises TypeError: If the dtype of `tensor` is not one of `allowed`."""
 
@@ -116,14 +125,14 @@ def check_device_is_usable(device):
     except TypeError as error:
         raise TypeError(
             f"`device` must be a torch.device, a name or a number of one, or None, but is"
-            f" {device!r}."
+            f" {shown(device, repr)}."
         ) from error
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         # A PyTorch that was built without CUDA asserts that it has it, one without a module
         # for a device imports it, and a number may be too large for any.
         raise ValueError(
-            f"`device` must be a device that PyTorch can use here, but is {device!r}:"
-            f" {error}"
+            f"`device` must be a device that PyTorch can use here, but is"
+            f" {shown(device, repr)}: {error}"
         ) from error
 
 
@@ -193,7 +202,7 @@ def check_eps(eps):
     check_number("eps", eps)
 
     if eps < 0:
-        raise ValueError(f"`eps` must not be negative, but is {eps!r}.")
+        raise ValueError(f"`eps` must not be negative, but is {shown(eps, repr)}.")
 
     return float(eps)
 

@@ -383,8 +383,8 @@ def check_call(
 
     if weight is None and weight_offset != 0:
         raise ValueError(
-            f"`weight_offset` is {weight_offset}, but there is no `weight` to add it to:"
-            f" it must be 0 then."
+            f"`weight_offset` is {_checks.shown(weight_offset)}, but there is no `weight`"
+            f" to add it to: it must be 0 then."
         )
 
     if not isinstance(norm_before_gate, bool):
@@ -396,7 +396,8 @@ def check_call(
     if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
         raise ValueError(
             f"`activation` must be one of"
-            f" {', '.join(map(repr, reference.ACTIVATIONS))}, but is {activation!r}."
+            f" {', '.join(map(repr, reference.ACTIVATIONS))}, but is"
+            f" {_checks.shown(activation, repr)}."
         )
 
     if out is not None:
@@ -431,7 +432,7 @@ def _check_group_size(group_size, num_columns):
     if int(group_size) < 1 or num_columns % int(group_size) != 0:
         raise ValueError(
             f"`group_size` must be positive and divide the {num_columns} columns of"
-            f" `input`, but is {group_size}."
+            f" `input`, but is {_checks.shown(group_size)}."
         )
 
 

@@ -29,7 +29,7 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     if dtype not in _checks.FLOATING_DTYPES:
         raise TypeError(
             f"`dtype` must be torch.float16, torch.bfloat16 or torch.float32, but is"
-            f" {dtype}."
+            f" {_checks.shown(dtype)}."
         )
 
     if type(head_dim) is not int:
@@ -38,7 +38,9 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
         )
 
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"`head_dim` must be even and positive, but is {head_dim}.")
+        raise ValueError(
+            f"`head_dim` must be even and positive, but is {_checks.shown(head_dim)}."
+        )
 
     _checks.check_device_is_usable(device)
     # A tensor's device always has an index, where its type has more than one device.
