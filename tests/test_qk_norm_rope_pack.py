@@ -14,6 +14,7 @@ from ntops_ext import reference
 from ntops_ext.torch import (
     _layouts,
     _qk_norm_rope_pack,
+    eager_rounding,
     qk_norm_rope,
     qk_norm_rope_pack_,
 )
@@ -638,6 +639,27 @@ def test_heads_must_have_pairs(shape):
 
     with pytest.raises(ValueError, match="`input`.*even"):
         qk_norm_rope(torch.ones(shape), torch.ones(shape[3]), make_rope(2, 6))
+
+
+def test_heads_that_kernels_cannot_hold_are_refused():
+    """Wherever they lie, and whatever asks for them."""
+
+    width = 2**18 + 2
+    heads, weight = torch.ones(1, 1, 1, width), torch.ones(width)
+    table = torch.ones(1, width // 2, dtype=torch.complex64)
+
+    with pytest.raises(ValueError, match="`input`.*262144.*262146"):
+        qk_norm_rope(heads, weight, table)
+
+    with pytest.raises(ValueError, match="`q`.*262144.*262146"):
+        qk_norm_rope_pack_(
+            *(heads.clone() for _ in range(3)),
+            *(weight, weight, table),
+            *(heads[:, :0] for _ in range(2)),
+        )
+
+    with pytest.raises(ValueError, match="`head_dim`.*262144.*262146"):
+        eager_rounding(head_dim=width, device="cpu")
 
 
 @pytest.mark.parametrize(

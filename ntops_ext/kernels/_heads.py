@@ -107,7 +107,7 @@ def _group_by_folded_vectors(squares):
 def _add_by_decreasing_distance(partial_sums):
     remaining = partial_sums
 
-    for _ in ntl.static_range(16):
+    for _ in ntl.static_range(18):
         if remaining.shape[1] > 1:
             remaining = ntl.sum(
                 ntl.reshape(

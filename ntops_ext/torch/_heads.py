@@ -6,6 +6,9 @@ from ntops_ext.torch import _checks
 from ntops_ext.torch._chunks import Rows
 from ntops_ext.torch._rows import MAX_COLUMNS
 
+# Kernels hold a head whole, and sum it up in a tree that has no more leaves.
+MAX_HEAD_DIM = 2**18
+
 
 def check_heads(name, tensor, like_name=None, like=None):
     """Rank, size, dtype and device of `(batch, tokens, heads, head_dim)`.
@@ -48,7 +51,7 @@ def check_like(name, tensor, like_name, like):
 
 
 def check_head_dim(name, tensor):
-    """:raises ValueError: If heads cannot be cut into pairs."""
+    """:raises ValueError: If heads cannot be cut into pairs, or are too wide."""
 
     head_dim = tensor.shape[3]
 
@@ -56,6 +59,12 @@ def check_head_dim(name, tensor):
         raise ValueError(
             f"`{name}` must have heads of an even width, but has shape"
             f" {tuple(tensor.shape)}."
+        )
+
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"`{name}` must have heads of at most {MAX_HEAD_DIM} elements, which kernels"
+            f" hold whole, but has shape {tuple(tensor.shape)}."
         )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ntops_ext.torch import _checks
+from ntops_ext.torch import _checks, _heads
 from ntops_ext.torch._qk_norm_rope import eager_roundings
 
 
@@ -19,7 +19,8 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     :return: An object with `is_reproduced`, `reason` (empty if it is), `order_of_rows`,
         `order_of_few_rows`, `real_part` and `imaginary_part`.
     :raises TypeError: If the dtype is another one, the width no int, or the device none.
-    :raises ValueError: If the width is not even and positive, or there is no such device.
+    :raises ValueError: If the width is not even and positive, or beyond 2^18, or there is no
+        such device.
     :raises RuntimeError: While a CUDA graph is captured, unless it is known.
 
     >>> eager_rounding(device="cpu").is_reproduced
@@ -40,6 +41,12 @@ def eager_rounding(dtype=torch.bfloat16, head_dim=128, device="cuda"):
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
             f"`head_dim` must be even and positive, but is {_checks.shown(head_dim)}."
+        )
+
+    if head_dim > _heads.MAX_HEAD_DIM:
+        raise ValueError(
+            f"`head_dim` must be at most {_heads.MAX_HEAD_DIM}, for kernels hold heads"
+            f" whole, but is {_checks.shown(head_dim)}."
         )
 
     _checks.check_device_is_usable(device)

@@ -619,3 +619,18 @@ def test_a_weight_whose_offsets_pass_32_bits():
     assert_equal_bits(
         qk_norm_rope(input, weight, rope), qk_norm_rope(input, weight.clone(), rope)
     )
+
+
+@pytest.mark.parametrize("order", _eager.candidate_orders(2**18), ids=str)
+def test_the_widest_heads(order, round_as):
+    """They are held whole, and no order of additions has too few steps."""
+
+    round_as(order)
+    width = 2**18
+    heads = torch.randn((1, 2, 1, width), generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(width)
+    table = torch.polar(torch.ones(2, width // 2), torch.ones(2, width // 2))
+
+    torch.testing.assert_close(
+        qk_norm_rope(heads, weight, table), reference.qk_norm_rope(heads, weight, table)
+    )
