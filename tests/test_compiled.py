@@ -11,8 +11,10 @@ from comparison import assert_equal_bits
 from compiled_behaviour import *  # noqa: F403
 from compiled_behaviour import pack_arguments
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
+import ntops_ext.torch
 from ntops_ext.nn import GatedRMSNorm
 from ntops_ext.torch import gated_rms_norm, qk_norm_rope, qk_norm_rope_pack_
 
@@ -424,3 +426,26 @@ def test_fake_tensors_without_a_trace(device):
         assert (result.shape, result.dtype) == (shape, torch.bfloat16)
         assert result.device.type == device
         assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("is_rope", [False, True])
+def test_a_symbolic_trace_outside_of_torch_compile(is_rope):
+    """`make_fx` finds out nothing of sizes that it leaves open."""
+
+    def draw(rows):
+        return torch.randn(1, rows, 2, 8)
+
+    def compute(input):
+        if not is_rope:
+            return ntops_ext.torch.gated_rms_norm(input, gate=input)
+
+        table = torch.ones(input.shape[1], 4, dtype=torch.complex64)
+
+        return ntops_ext.torch.qk_norm_rope(input, torch.ones(8), table)
+
+    traced = make_fx(compute, tracing_mode="symbolic")(draw(3))
+
+    for rows in (3, 5):
+        input = draw(rows)
+
+        assert torch.equal(traced(input), compute(input))

@@ -67,7 +67,7 @@ def dispatched(name, tensors, writes):
     transform of `torch.func` is active: what is allocated within one may be fake, and where
     `torch.jit.trace` writes down what happens, of which it sees no launch. The definition,
     which consists of PyTorch's own operators, can do with all of these, except that addresses
-    are compared where something given is written.
+    are compared where something given is written, and that unknown sizes cannot be remembered.
 
     :param name: The operator's.
     :param tensors: Those of the call, the one that says where it runs first.
@@ -90,7 +90,7 @@ def dispatched(name, tensors, writes):
 
     is_kernel = not isinstance(tensors[0], torch.Tensor) or runs_kernel(tensors[0])
 
-    if not is_kernel and not writes:
+    if not is_kernel and not writes and not any(map(_has_unknown_sizes, tensors)):
         return None
 
     if is_transformed and any(
@@ -146,6 +146,17 @@ def _is_batched(tensor):
     return isinstance(tensor, torch.Tensor) and (
         functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
     )
+
+
+def _has_unknown_sizes(tensor):
+    # Those of a trace (`make_fx`), which no layout can be remembered by.
+    try:
+        numbers = (*tensor.shape, *tensor.stride())
+    except (AttributeError, RuntimeError, ValueError):
+        # What has none is no dense tensor, and is refused by name.
+        return False
+
+    return any(isinstance(number, torch.SymInt) for number in numbers)
 
 
 def _has_dispatch_of_its_own(tensors):
