@@ -166,22 +166,9 @@ def has_dependent_launch(device):
     :param device: A `torch.device`.
     """
 
-    import torch
+    from ninetoothed_patches import dependent_launch
 
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-
-    # A private name for what has no public one: 1000 * major + 10 * minor.
-    if torch._C._cuda_getDriverVersion() < 12030:
-        return False
-
-    from triton.backends.compiler import GPUTarget
-
-    from ninetoothed_patches import triton_abi
-
-    major, minor = torch.cuda.get_device_capability(device)
-
-    return triton_abi.has_dependent_launch(GPUTarget("cuda", 10 * major + minor, 32))
+    return dependent_launch.is_known_on(device)
 
 
 def cache_info():

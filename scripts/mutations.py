@@ -607,11 +607,9 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="any-driver-captures-a-dependent-launch",
-        file="ninetoothed_patches/__init__.py",
+        file="ninetoothed_patches/dependent_launch.py",
         old="""\
-    if torch._C._cuda_getDriverVersion() < 12030:
-        return False
-
+        or driver_version() < _FIRST_CUDA_VERSION
 """,
         new="",
         promise="A launch is early only where a graph can have it.",
@@ -619,7 +617,7 @@ _LAUNCH_PLANS = (
     ),
     Mutation(
         name="another-device-is-asked-for-dependent-launch",
-        file="ninetoothed_patches/__init__.py",
+        file="ninetoothed_patches/dependent_launch.py",
         old="torch.cuda.get_device_capability(device)",
         new="torch.cuda.get_device_capability(torch.device(device.type, 0))",
         promise="A kernel waits where its own device can.",

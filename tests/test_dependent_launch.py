@@ -1,6 +1,7 @@
 """Kernels that wait themselves for the one in front of them are launched early, and no others."""
 
 import contextlib
+import ctypes
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from rope_inputs import make_pack, make_rope
 from triton.backends.compiler import GPUTarget
 
 import ninetoothed_patches
-from ninetoothed_patches import host_driver, triton_abi
+from ninetoothed_patches import dependent_launch, host_driver, triton_abi
 from ntops_ext.torch import (
     _gated_rms_norm_backward,
     _launch,
@@ -67,9 +68,7 @@ def test_no_other_device_has_it(device):
 def test_the_device_is_asked(monkeypatch, capability, driver, expected):
     """Not the current one; and the driver, whether a graph can have such a launch."""
 
-    monkeypatch.setattr(
-        torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False
-    )
+    monkeypatch.setattr(dependent_launch, "driver_version", lambda: driver)
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(
@@ -78,6 +77,17 @@ def test_the_device_is_asked(monkeypatch, capability, driver, expected):
     has_it = ninetoothed_patches.has_dependent_launch(device)
 
     assert has_it == (expected and HAS_DEPENDENT_LAUNCH)
+
+
+def test_where_there_is_no_driver(monkeypatch):
+    """Nothing raises; there nothing is launched early."""
+
+    def no_library(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+
+    assert dependent_launch.driver_version() == 0
 
 
 @needs_dependent_launch

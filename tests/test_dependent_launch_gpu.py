@@ -7,20 +7,22 @@ end of what it writes, or reads, lies a tensor of the operator.
 import launch_kernels
 import pytest
 import torch
+import triton
 from comparison import assert_all_equal_bits
 from rope_inputs import make_rope
 
 import ninetoothed_patches
 import ntops_ext
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import dependent_launch, triton_abi
 from ntops_ext.torch import _gated_rms_norm_backward, _qk_norm_rope_backward
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available()
-        or not ninetoothed_patches.has_dependent_launch(torch.device("cuda", 0)),
-        reason="needs a GPU of compute capability 9.0, its driver for CUDA 12.3, and Triton 3.5",
+        or torch.cuda.get_device_capability() != (9, 0)
+        or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5),
+        reason="needs a GPU of compute capability 9.0, and Triton 3.5",
     ),
 ]
 
@@ -208,6 +210,13 @@ def prepare(name, index):
     undo()
 
     return lambda: function(*arguments), undo, late, expected
+
+
+def test_it_is_known_here():
+    """The driver can be asked for its version."""
+
+    assert dependent_launch.driver_version() >= 12030
+    assert ninetoothed_patches.has_dependent_launch(torch.device(DEVICE, 0))
 
 
 def test_the_slow_copy_is_overtaken(slow_copy, monkeypatch):

@@ -1,0 +1,42 @@
+"""Where a kernel may be launched before the one in front of it has ended."""
+
+import ctypes
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from ninetoothed_patches import triton_abi
+
+# The first whose graphs have such launches, as 1000 * major + 10 * minor.
+_FIRST_CUDA_VERSION = 12030
+
+
+def is_known_on(device):
+    """See `ninetoothed_patches.has_dependent_launch`."""
+
+    if (
+        device.type != "cuda"
+        or torch.version.cuda is None
+        or driver_version() < _FIRST_CUDA_VERSION
+    ):
+        return False
+
+    major, minor = torch.cuda.get_device_capability(device)
+
+    return triton_abi.has_dependent_launch(GPUTarget("cuda", 10 * major + minor, 32))
+
+
+def driver_version():
+    """The version of CUDA that the driver is for; 0 where there is no driver to ask."""
+
+    version = ctypes.c_int()
+
+    try:
+        # As it is loaded by whoever uses CUDA on Linux. PyTorch has no function for this.
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+
+    driver.cuDriverGetVersion(ctypes.byref(version))
+
+    return version.value
