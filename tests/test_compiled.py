@@ -449,3 +449,18 @@ def test_a_symbolic_trace_outside_of_torch_compile(is_rope):
         input = draw(rows)
 
         assert torch.equal(traced(input), compute(input))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_a_trace_of_torch_jit(group_size):
+    """It makes tensors of all sizes."""
+
+    def compute(input):
+        return gated_rms_norm(input, gate=input, group_size=group_size)
+
+    input = torch.randn(2, 3, 16)
+    traced = torch.jit.trace(compute, (input,), check_trace=False)
+
+    assert torch.equal(traced(2 * input), compute(2 * input))

@@ -316,7 +316,8 @@ def _check_layout(
                     _rows.View.of(part, tensor)
                     for part, tensor in zip(parts_of_rows, rows, strict=True)
                 ],
-                group_size,
+                # A size is a tensor while `torch.jit.trace` looks on.
+                int(group_size),
             )
             for parts_of_rows in _rows.split_rows(_rows.merge_rows(rows))
         ]
