@@ -161,7 +161,8 @@ def has_dependent_launch(device):
     """Whether a plan may start its kernel on `device` before the kernel in front of it on the stream has ended.
 
     It does where the kernel itself waits for that one (docs/launch_plans.md). That takes an NVIDIA GPU of compute
-    capability 9.0 (Hopper), a driver for CUDA 12.3, before which no graph has such a launch, and Triton 3.5.
+    capability 9.0 (Hopper), a driver for CUDA 12.3 or newer (before, no graph has such a launch), Triton 3.5 or newer,
+    and that kernels are compiled, not interpreted.
 
     :param device: A `torch.device`.
     """

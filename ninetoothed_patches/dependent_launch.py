@@ -5,7 +5,7 @@ import ctypes
 import torch
 from triton.backends.compiler import GPUTarget
 
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import host_driver, triton_abi
 
 # The first whose graphs have such launches, as 1000 * major + 10 * minor.
 _FIRST_CUDA_VERSION = 12030
@@ -17,13 +17,28 @@ def is_known_on(device):
     if (
         device.type != "cuda"
         or torch.version.cuda is None
-        or driver_version() < _FIRST_CUDA_VERSION
+        or host_driver.interpreter_is_on()
+        or not _driver_knows_it()
     ):
         return False
 
     major, minor = torch.cuda.get_device_capability(device)
 
     return triton_abi.has_dependent_launch(GPUTarget("cuda", 10 * major + minor, 32))
+
+
+def suits(compiled):
+    """Whether a plan may launch this kernel early: it waits itself, and such launches are known on the GPU that it is for."""
+
+    return (
+        triton_abi.waits_for_previous_kernel(compiled)
+        and triton_abi.has_dependent_launch(compiled.metadata.target)
+        and _driver_knows_it()
+    )
+
+
+def _driver_knows_it():
+    return driver_version() >= _FIRST_CUDA_VERSION
 
 
 def driver_version():

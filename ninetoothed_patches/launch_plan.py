@@ -7,7 +7,7 @@ call returns the compiled kernel. Nothing is worked out a second time, and plain
 
 import functools
 
-from ninetoothed_patches import triton_abi
+from ninetoothed_patches import dependent_launch, triton_abi
 from ninetoothed_patches.call_key import compile_function
 
 
@@ -153,7 +153,7 @@ class LaunchForm:
         c_launch = triton_abi.c_launch(
             launcher,
             template,
-            is_dependent=triton_abi.waits_for_previous_kernel(compiled),
+            is_dependent=dependent_launch.suits(compiled),
         )
         launch, given = c_launch or (launcher, template)
         roles = {id(stream): "stream"}

@@ -608,11 +608,25 @@ _LAUNCH_PLANS = (
     Mutation(
         name="any-driver-captures-a-dependent-launch",
         file="ninetoothed_patches/dependent_launch.py",
-        old="""\
-        or driver_version() < _FIRST_CUDA_VERSION
-""",
-        new="",
+        old="    return driver_version() >= _FIRST_CUDA_VERSION\n",
+        new="    return True\n",
         promise="A launch is early only where a graph can have it.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="a-waiting-kernel-is-early-on-any-gpu",
+        file="ninetoothed_patches/dependent_launch.py",
+        old="        and triton_abi.has_dependent_launch(compiled.metadata.target)\n",
+        new="",
+        promise="A launch is early only where that was tried.",
+        tests=(_DEPENDENT,),
+    ),
+    Mutation(
+        name="interpreted-kernels-wait",
+        file="ninetoothed_patches/dependent_launch.py",
+        old="        or host_driver.interpreter_is_on()\n",
+        new="",
+        promise="Under the interpreter, which cannot wait, no kernel does.",
         tests=(_DEPENDENT,),
     ),
     Mutation(

@@ -62,13 +62,19 @@ def test_no_other_device_has_it(device):
 
 
 @pytest.mark.parametrize(
-    "capability, driver, expected",
-    [((8, 9), 13000, False), ((9, 0), 12030, True), ((9, 0), 12020, False)],
+    "capability, driver, is_interpreted, expected",
+    [
+        ((8, 9), 13000, False, False),
+        ((9, 0), 12030, False, True),
+        ((9, 0), 12020, False, False),
+        ((9, 0), 13000, True, False),
+    ],
 )
-def test_the_device_is_asked(monkeypatch, capability, driver, expected):
-    """Not the current one; and the driver, whether a graph can have such a launch."""
+def test_the_device_is_asked(monkeypatch, capability, driver, is_interpreted, expected):
+    """Not the current one; the driver, whether a graph can have such a launch; and the interpreter, which cannot wait."""
 
     monkeypatch.setattr(dependent_launch, "driver_version", lambda: driver)
+    monkeypatch.setattr(host_driver, "interpreter_is_on", lambda: is_interpreted)
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(
@@ -90,8 +96,15 @@ def test_where_there_is_no_driver(monkeypatch):
     assert dependent_launch.driver_version() == 0
 
 
+@pytest.fixture
+def driver_knows_it(monkeypatch):
+    """The driver is one that has such launches in graphs: here there may be none."""
+
+    monkeypatch.setattr(dependent_launch, "driver_version", lambda: 12030)
+
+
 @needs_dependent_launch
-def test_a_plan_launches_early_what_waits():
+def test_a_plan_launches_early_what_waits(driver_knows_it):
     """Everything else of the launch is the unpatched one's, which the first call is."""
 
     with recording() as driver:
@@ -117,6 +130,26 @@ def test_a_plan_launches_early_what_waits():
             )
 
         assert pair.info.hits == 3
+
+
+@pytest.mark.parametrize(
+    "target, driver",
+    [(GPUTarget("cuda", 100, 32), 13000), (SM_90, 12020)],
+    ids=["later GPU", "older driver"],
+)
+@needs_dependent_launch
+def test_what_waits_is_not_early_where_nobody_tried(monkeypatch, target, driver):
+    """A plan launches as the ordinary way does where `has_dependent_launch` says no."""
+
+    monkeypatch.setattr(dependent_launch, "driver_version", lambda: driver)
+
+    with recording(target) as recorder:
+        pair = Pair("waiting", recorder)
+
+        for _ in range(3):
+            pair.call(rows(), 0.5, rows())
+
+        assert pair.info.hits == 2
 
 
 @pytest.fixture
@@ -255,7 +288,7 @@ def test_no_kernel_waits_elsewhere(devices_have_dependent_launch, name):
 
 
 @needs_dependent_launch
-def test_operators_are_launched_early(devices_have_dependent_launch):
+def test_operators_are_launched_early(devices_have_dependent_launch, driver_knows_it):
     """All kernels of a call, by their plans: so from the second call on."""
 
     devices_have_dependent_launch(True)
