@@ -165,6 +165,7 @@ def has_dependent_launch(device):
     and that kernels are compiled, not interpreted.
 
     :param device: A `torch.device`.
+    :raises TypeError: If it is none.
     """
 
     from ninetoothed_patches import dependent_launch

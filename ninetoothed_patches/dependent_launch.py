@@ -14,6 +14,11 @@ _FIRST_CUDA_VERSION = 12030
 def is_known_on(device):
     """See `ninetoothed_patches.has_dependent_launch`."""
 
+    if not isinstance(device, torch.device):
+        raise TypeError(
+            f"`device` must be a torch.device, but is a {type(device).__name__}."
+        )
+
     if (
         device.type != "cuda"
         or torch.version.cuda is None

@@ -61,6 +61,14 @@ def test_no_other_device_has_it(device):
     assert not ninetoothed_patches.has_dependent_launch(torch.device(device))
 
 
+@pytest.mark.parametrize("device", ["cuda", 0, None])
+def test_what_is_no_device_is_refused(device):
+    """By name."""
+
+    with pytest.raises(TypeError, match="`device` must be a torch.device, but is a"):
+        ninetoothed_patches.has_dependent_launch(device)
+
+
 @pytest.mark.parametrize(
     "capability, driver, is_interpreted, expected",
     [
