@@ -46,6 +46,7 @@ class LateTensor:
         self._source = torch.zeros_like(self._rows)
         self.tensor = self._end_of(self._rows, num_bytes)
         self._end_of(self._source, num_bytes).copy_(values)
+        self._source_on_host = self._source.cpu().pin_memory()
 
     def _end_of(self, rows, num_bytes):
         end = rows.view(torch.uint8).flatten()[-num_bytes:]
@@ -59,6 +60,11 @@ class LateTensor:
         """Begin to write the values."""
 
         slow_copy(self._source, self._rows)
+
+    def write_from_host(self):
+        """Begin to write the values by a copy, which is no kernel."""
+
+        self._rows.copy_(self._source_on_host, non_blocking=True)
 
     def read(self, slow_copy):
         """Begin to read what it holds; return where that will be."""
@@ -313,6 +319,34 @@ def test_another_stream_is_waited_for(slow_copy, name, is_captured):
             graph.replay()
         else:
             actual = run()
+
+        torch.cuda.synchronize()
+        assert_all_equal_bits(actual, expected)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["stream", "graph"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_copy_from_the_host_is_waited_for(name, is_captured):
+    """In front of the operator there need be no kernel."""
+
+    call, undo, late, expected = prepare(name, 0)
+
+    if is_captured:
+        graph = torch.cuda.CUDAGraph()
+
+        with torch.cuda.graph(graph):
+            late.write_from_host()
+            actual = call()
+
+    for _ in range(3):
+        undo()
+
+        if is_captured:
+            graph.replay()
+        else:
+            torch.cuda._sleep(2_000_000)
+            late.write_from_host()
+            actual = call()
 
         torch.cuda.synchronize()
         assert_all_equal_bits(actual, expected)
