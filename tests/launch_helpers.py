@@ -59,6 +59,12 @@ def outcome(driver, handle, *args, **kwargs):
     return driver.take(), raised
 
 
+def tuner_of(handle):
+    """The auto-tuner of a handle that has one."""
+
+    return handle._launch.__globals__[f"{handle._kernel.__name__}_with_auto_tuning"]
+
+
 def each_after_each(values):
     """An order in which each of some values comes after each of them, itself too: its plan is then compared with the call."""
 

@@ -23,6 +23,9 @@ from ntops_ext.torch import (
 # Those that prepare calls.
 MODULES = (_gated_rms_norm, _qk_norm_rope, _qk_norm_rope_pack)
 
+# Those that launch, each by names of its own.
+LAUNCHING_MODULES = (_launch, _qk_norm_rope, _qk_norm_rope_backward, _qk_norm_rope_pack)
+
 LAYOUTS = (
     _gated_rms_norm._layouts_of_calls,
     _gated_rms_norm_backward._layouts_of_calls,
@@ -90,12 +93,7 @@ def launching_cpu_tensors():
     """Operators launch what they are given on the CPU, for the block's duration."""
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (
-            _launch,
-            _qk_norm_rope,
-            _qk_norm_rope_backward,
-            _qk_norm_rope_pack,
-        ):
+        for module in LAUNCHING_MODULES:
             patch.setattr(module, "runs_kernel", lambda tensor: True)
 
         yield

@@ -8,7 +8,12 @@ import pytest
 import torch
 import triton
 from launch_helpers import Pair, outcome, rows
-from operator_calls import forget, launching_cpu_tensors, recording_operators
+from operator_calls import (
+    LAUNCHING_MODULES,
+    forget,
+    launching_cpu_tensors,
+    recording_operators,
+)
 from qk_norm_rope_backward_behaviour import make_arguments
 from recording_driver import GFX942, SM_80, SM_90, recording
 from rope_inputs import make_pack, make_rope
@@ -19,9 +24,7 @@ from ninetoothed_patches import dependent_launch, host_driver, triton_abi
 from ntops_ext.torch import (
     _gated_rms_norm_backward,
     _launch,
-    _qk_norm_rope,
     _qk_norm_rope_backward,
-    _qk_norm_rope_pack,
     gated_rms_norm,
     qk_norm_rope,
     qk_norm_rope_pack_,
@@ -183,12 +186,7 @@ def collected_launches():
     forget()
 
     with launching_cpu_tensors(), pytest.MonkeyPatch.context() as patch:
-        for module in (
-            _launch,
-            _qk_norm_rope,
-            _qk_norm_rope_backward,
-            _qk_norm_rope_pack,
-        ):
+        for module in LAUNCHING_MODULES:
             patch.setattr(
                 module,
                 "launch",

@@ -8,6 +8,7 @@ import torch
 from comparison import assert_equal_bits
 from gated_rms_norm_behaviour import *  # noqa: F403
 from gated_rms_norm_calls import Untouched, lay_out, make_call
+from wrapped import Wrapper
 
 import ntops_ext.torch
 from ntops_ext.torch import gated_rms_norm
@@ -45,30 +46,14 @@ def test_the_definition_has_gradients():
     assert all(one.grad.isfinite().all() for one in tensors.values())
 
 
-class WithoutStrides(torch.Tensor):
-    """Holds its elements in another tensor and, as `DTensor`, makes no view of given strides."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            dtype=inner.dtype,
-            device=inner.device,
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
+class WithoutStrides(Wrapper):
+    """As `DTensor`, it makes no view of given strides."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten.as_strided.default
 
-        def unwrap(value):
-            return value.inner if isinstance(value, cls) else value
-
-        return cls(function(*map(unwrap, args), **(kwargs or {})))
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def test_the_definition_of_what_makes_no_view_of_given_strides():

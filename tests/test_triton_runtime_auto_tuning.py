@@ -7,7 +7,7 @@ import weakref
 import launch_kernels
 import pytest
 import torch
-from launch_helpers import Pair, rows, vector
+from launch_helpers import Pair, rows, tuner_of, vector
 from recording_driver import recording
 from threads import in_threads
 
@@ -24,10 +24,6 @@ def driver():
 @pytest.fixture
 def pair(driver):
     return Pair("scale_t", driver)
-
-
-def tuner_of(handle):
-    return handle._launch.__globals__[f"{handle._kernel.__name__}_with_auto_tuning"]
 
 
 def test_the_first_call_tunes_and_the_second_is_one_launch(driver, pair):

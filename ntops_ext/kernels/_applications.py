@@ -30,6 +30,6 @@ begin = _begin_at_once
 
 
 def beginning(waits):
-    """What programs begin with that wait for the kernel in front of theirs, or do not."""
+    """The first statement of programs that wait for the kernel in front of theirs, or that do not."""
 
     return _begin_after_previous_kernel if waits else _begin_at_once
